@@ -129,7 +129,7 @@ def test_snapshots_of_earlier_states_are_kept_after_everything_was_applied(proje
     name = f"run-{project.name}"
     assert kept.returncode == 0
     assert kept.stderr.endswith(
-        f"vfsd: nothing is left to apply to {project}, but workspace {name} has 1 snapshot of states before\n"
+        f"vfsd: nothing is left to apply to {project}, but workspace {name} has 1 named snapshot\n"
         f"vfsd: workspace {name} keeps them: `vfsd snapshots -w {name}` lists them,"
         f" `vfsd unmount --discard {name}` removes it\n"
     )

@@ -257,9 +257,9 @@ def merge_command(
     back.  A git repository that only one side has changed is taken whole.  If both have, this workspace keeps its own,
     gets the branches of FORK as refs/vfsd/FORK/*, and the command prints how to merge them with git.
 
-    FORK does not change, and can go on and be merged again: the next merge offers what it has changed since.  A merge
-    that is limited to PATHs changes nothing else, also no other name (hard link) of a file there, and is not
-    remembered: the next merge without PATHs compares everything again.
+    FORK does not change, and can go on and be merged again: the next merge offers what it has changed since. A merge
+    that is limited to PATHs changes only these, and no other hard link of a file there. It is not remembered: the next
+    merge without PATHs compares everything again.
 
     Files get the times that they have in FORK.  The command counts those that are older than what they replaced, which
     a build may not notice; --touch gives all files whose content it changes the present time.
@@ -290,8 +290,8 @@ def adopt_command(app: App, fork: str, dry_run: bool, force: bool, touch: bool) 
     workspace has changed since the fork, or since FORK was merged, and FORK does not have these changes, nothing is
     changed and the paths are listed (exit status 1): `vfsd merge` keeps both, --force replaces them.
 
-    It is one step, as a merge is, and `vfsd restore --undo` takes it back.  Times are those of FORK; --touch is as for
-    `vfsd merge`.
+    An adoption is one step, as a merge is, and `vfsd restore --undo` takes it back.  Times are those of FORK;
+    --touch is as for `vfsd merge`.
     """
     request = app.requests.adopt(fork, force=force, dry_run=dry_run, touch=touch)
     _merge(app, request, "adopted", dry_run=dry_run, advice=_ADOPT_ADVICE)
@@ -316,9 +316,9 @@ def conflicts_command(app: App, forks: tuple[str, ...], watch: bool) -> None:
     Compares this workspace and each FORK with each other; without FORKs, those that it may be merged with: its forks,
     its source, and the forks of that.  Nothing is changed.
 
-    For each two of them a table shows on a terminal how many paths both have changed, and with how many conflicts a
-    merge of one into the other would end ("3, 1 conflict").  Below it the conflicts are listed.  For an overlay, so are
-    the paths that another program has changed in the directory below it, too, which `vfsd apply` would refuse.
+    On a terminal, a table shows for each pair how many paths both have changed, and how many conflicts a merge of one
+    into the other would have ("3, 1 conflict"). A list of the conflicts follows. For an overlay it also has the paths
+    that another program has changed in the directory below as well: `vfsd apply` would refuse them.
 
     In a pipe each pair is a line with columns that are separated by tabs: the two names, the number of paths, the
     number of conflicts, and the paths in conflict, separated by spaces.
@@ -427,17 +427,18 @@ def revert_command(
 ) -> None:
     """Undo what changed between two states, and keep everything later.
 
-    SINCE and UNTIL are snapshots; without UNTIL it is the present state.  A restore goes back to a state and takes
-    everything later with it; a revert undoes the changes between two states, and merges the rest: text that was
+    SINCE and UNTIL are snapshots; without UNTIL it is the present state. A restore goes back to a state, and undoes
+    everything later, too. A revert undoes only the changes between two states, and keeps the later ones: text that was
     changed again since is merged by lines, as git does.
 
     --tool-call and --session undo what one call of an agent's tool, or all calls of a session, changed, as the agent's
-    hooks and the log recorded it: what you and other agents changed meanwhile stays.  `vfsd hooks install` installs the
-    hooks, and `vfsd rewind --list` lists the calls and sessions.  Where the log does not reach back to a call,
-    everything that changed between the states before and after it is undone, and the command says so.
+    hooks and the log recorded it: what you and other agents changed meanwhile stays. `vfsd hooks install` installs the
+    hooks, and `vfsd rewind --list` lists the calls and sessions. If the log does not reach back to a call, everything
+    that changed between the states before and after it is undone, and the command says so.
 
-    A conflict is a path that was changed again, in a way that does not go together with the older state, or that
-    others changed, too, between two states that were kept.  --conflicts says what happens then:
+    A conflict is a path that was changed again, in a way that does not go together with the older state. With
+    --tool-call and --session it is also a path that somebody else changed between the same two states. --conflicts says
+    what happens then:
 
     \b
     fail     nothing is changed; the conflicts are listed (exit status 1)
@@ -446,8 +447,9 @@ def revert_command(
     markers  write both versions into text files, between <<<<<<< and >>>>>>>; where that
              is not possible, keep the present version and put the older one next to it
 
-    It is one step, as a merge is, and `vfsd restore --undo` takes it back.  A git repository is reverted as a whole, or
-    stays as it is if it was changed again.  Times are those of the older state; --touch is as for `vfsd merge`.
+    A revert is one step, as a merge is, and `vfsd restore --undo` takes it back.  A git repository is reverted as a
+    whole, or stays as it is if it was changed again.  Times are those of the older state; --touch is as for `vfsd
+    merge`.
     """
     since, until, paths = _range(arguments)
     is_of_agent = tool_call is not None or session is not None
@@ -571,27 +573,30 @@ def apply_command(
 ) -> None:
     """Write the changes of an overlay to the directory below it.
 
-    If other programs have changed one of the paths there, or a directory that would be removed has entries that are
-    hidden or new, nothing is written: the command names the paths and exits with status 1.  --force writes all the
-    same, makes directories anew that other programs removed, and keeps a directory with such entries.  It leaves out
-    a file if the workspace has only parts of it and the rest is lost below; the exit status is then 1.
+    Nothing is written if other programs have changed one of the paths there, or if a directory that would be removed
+    has hidden or new entries: the command names the paths and exits with status 1. --force writes anyway, creates
+    directories again that other programs removed, and keeps directories with hidden or new entries. If the workspace
+    has only parts of a file, and the rest is lost in the directory below, --force leaves that file out, and the exit
+    status is 1.
 
     Each file is replaced atomically.  If the apply is killed before it begins to write, the directory does not change.
     If it is killed later, the next apply, or the next mount of the directory, completes it and reports that.
 
-    An overlay that was mounted with --frozen is merged with the directory instead, as `vfsd merge` does: changes of
-    both sides go together, and what was changed only there stays.  --conflicts says what happens to a path that cannot
-    be merged: "fail" writes nothing and lists the conflicts (exit status 1), "ours" keeps that of the directory,
-    "theirs" takes that of the workspace (as --force does), and "markers" writes both versions into text files, or keeps
-    that of the workspace as PATH~theirs.  `vfsd attach DIR` and `vfsd restore --undo` take such an apply back.
+    An overlay that was mounted with --frozen is merged with the directory instead, as `vfsd merge` does: it combines
+    the changes of both sides, and what was changed only there stays. --conflicts says what happens to a path that
+    cannot be merged: "fail" writes nothing and lists the conflicts (exit status 1), "ours" keeps the directory's
+    version, "theirs" takes the workspace's version (as --force does), and "markers" writes both versions into text
+    files; of other files it keeps the workspace's version as PATH~theirs. `vfsd attach DIR` and `vfsd restore --undo`
+    take such an apply back.
 
-    A git repository that was changed there, too, is not written, also with --force: it gets the branches of the
-    workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
+    If a git repository was changed on both sides, its files are not written, not even with --force: it gets the
+    branches of the workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
 
     A file keeps the time at which the workspace changed it, so a build that ran in the directory since then does not
     notice it: --touch gives all files whose content is written the present time, there and in the workspace.
 
-    `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
+    After an apply, `vfsd restore --undo` returns the workspace to the state that was applied. It does not change the
+    directory.
     """
 
     def show(answer: ApplyResult, changes: ChangeSpool) -> None:

@@ -252,10 +252,10 @@ class _Moment(NamedTuple):
 def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool, touch: bool) -> None:
     """Return to a state that the hooks of an agent kept.
 
-    `vfsd hooks install` installs the hooks.  Without --to the workspace returns to the state at the last prompt
-    of the session that asks: the one that runs this command, else the one that was active last.  A rewind undoes
-    everything since then, whatever made the change: the agent's tools, its commands, you or another session, which is
-    named first.  The conversation of the agent does not change.
+    `vfsd hooks install` installs the hooks. Without --to the workspace returns to the state at the last prompt of the
+    session that runs this command, else of the session that was active last. A rewind undoes everything since then,
+    whatever made the change: the agent's tools and commands, you, or another session. If other sessions have worked
+    since, the command names them first. The conversation of the agent does not change.
 
     The state before the rewind is kept as a safety snapshot, and `vfsd restore --undo` brings it back.  The states
     after the one that was restored stay, too, so a rewind can be followed by one forward.

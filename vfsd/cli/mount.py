@@ -154,7 +154,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
     the background until `vfsd unmount`.  The unmount discards the content of a memory workspace, unless it was
     exported or the workspace has a journal (--persist).
 
-    Brackets at the end of a description have the default, and the backends or options that the option needs.
+    A description ends with the default, and with the backends or options that the option needs, in brackets.
     """
     if app.workspace is not None:
         raise click.UsageError("-w selects a running workspace; use --name to name a new one")
@@ -205,9 +205,9 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: b
 def attach_command(app: App, directory: str, name: str | None, store: str | None) -> None:
     """Make a directory a workspace without a mount, where FUSE is missing.
 
-    The workspace is the directory itself, so nothing is contained: programs change its files directly.  Snapshots are
-    kept in the store on disk, and belong to the directory: the next attach finds them.  `vfsd snapshot`, `diff`,
-    `restore`, `export`, `push`, `rewind`, hooks, `vfsd mcp` and `vfsd web` work as for host:DIR.  A policy, the log of
+    The workspace is the directory itself, so nothing is isolated: programs change its files directly. Snapshots are
+    kept in the store on disk, and belong to the directory: the next attach finds them. `vfsd snapshot`, `diff`,
+    `restore`, `export`, `push`, `rewind`, hooks, `vfsd mcp` and `vfsd web` work as for host:DIR. A policy, the log of
     changes, `vfsd exec` and `vfsd upgrade` need a mount, and say so.
 
     `vfsd unmount` detaches the directory, and leaves it as it is.

@@ -98,7 +98,9 @@ _CHOICES: Final = {
 @click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
 @click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
 @click.option("--frozen", is_flag=True, help="Show the directory as it is now, whatever changes in it later.")
-@click.option("--persist/--no-persist", default=True, help="Keep the changes in memory only; by default in a journal.")
+@click.option(
+    "--persist/--no-persist", default=True, help="Keep a journal of the changes on disk, which is the default, or not."
+)
 @click.option("--name", type=NAME, help="Name the workspace; with the name of one that was kept, run in that again.")
 @click.option("--max-bytes", type=SIZE, metavar="SIZE", help=declared_options()["max_bytes"][1].text)
 @click.option("--system", is_flag=True, help="Run on an overlay of the whole machine instead of the current directory.")
@@ -125,21 +127,21 @@ def run_command(
     so, and keeps the changes in memory only, as with --no-persist.
 
     With --frozen, the command does not see what changes in the directory meanwhile: vfsd first takes a snapshot of the
-    directory, in the store on this machine, and the overlay is over that.  Applying then merges the changes of both, as
-    `vfsd apply` describes.
+    directory, in the store on this machine, and the overlay shows that snapshot. Applying then merges the changes of
+    both sides, as `vfsd apply` describes.
 
-    Files that are applied keep the time at which the command changed them.  --touch gives those whose content is
-    written the present time, as `vfsd apply --touch` does.
+    Files that are applied keep the time at which the command changed them. With --touch, files whose content is written
+    get the present time instead.
 
     The overlay stays for processes that the command leaves in the background, as long as they use it.  After SIGTERM or
     SIGHUP the changes are kept, not applied.  With --apply they are also kept if the command failed.
 
-    With --system the overlay takes the root directory and every other local file system, with the rights that this user
-    has.  File systems of other kinds, such as NFS, are read-only; vfsd says which.  /dev, /run, /sys, /tmp, sockets and
-    the network are the machine's, and what is changed there is not in the overlay; for root, device files cannot be
-    made or removed, and /sys and /proc/sys are read-only.  Changes to /var/log and to the profiles of browsers are
-    forgotten at the end.  vfsd's own journals and snapshots look empty.  The command sees only processes that it
-    started, and all of them end with it.  It protects against accidents, not against an adversary who is root.
+    With --system the overlay covers the root directory and every other local file system, with the rights that this
+    user has. File systems of other kinds, such as NFS, are read-only; vfsd says which. /dev, /run, /sys, /tmp, sockets
+    and the network are the machine's own: changes there are real, and not in the overlay. For root, device files cannot
+    be made or removed, and /sys and /proc/sys are read-only. Changes to /var/log and to the profiles of browsers are
+    forgotten at the end. vfsd's own journals and snapshots look empty. The command sees only processes that it started,
+    and all of them end with it. It protects against accidents, not against an adversary who is root.
 
     Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
     N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,
@@ -447,7 +449,7 @@ class _Run:
         snapshots = self._named_snapshots()
         name = shlex.quote(self._name)
         if snapshots and (choice in {None, "keep"} or self._ended.passed_on):
-            has = f"{self._name} has {output.counted(len(snapshots), 'snapshot')} of states before"
+            has = f"{self._name} has {output.counted(len(snapshots), 'named snapshot')}"
             self._note(f"nothing is left to apply to {_shown(self._directory)}, but workspace {has}")
             can_ask = choice is None and not self._app.json and not self._ended.passed_on and output.can_ask()
             if not can_ask or self._ask(("keep", "discard"), "[k]eep [d]iscard [?] ") == "keep":

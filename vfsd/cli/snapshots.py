@@ -239,9 +239,9 @@ def restore_command(
 ) -> None:
     """Restore the workspace, or some paths, from a snapshot or archive.
 
-    Files created since the snapshot are removed, files that do not differ are not touched, and programs with open
-    files continue.  The state before the restore is kept as a safety snapshot, which `vfsd restore --undo` restores.
-    A restore that changes nothing keeps none.
+    Files created since the snapshot are removed, files that do not differ are not touched, and programs with open files
+    continue. The state before the restore is kept as a safety snapshot, which `vfsd restore --undo` restores. A restore
+    that changes nothing takes no safety snapshot.
 
     --undo goes back one step each time, and --redo goes forward again, up to 50 steps.  A step is a restore, import,
     merge, adoption, apply or discard.  Both keep the state that they leave: changes made after a restore disappear with
@@ -256,9 +256,9 @@ def restore_command(
     --dry-run prints a letter and a path for each change: A added, M modified, D removed, T another type, m metadata
     only.
 
-    Files get the times that the snapshot has, so objects that were built from them and come back, too, are newer than
-    they.  A build may not notice a file that is now older than the object of another version: the command counts such
-    files, and --touch gives all files whose content it changes the present time.
+    Files get the times that they have in the snapshot, so build outputs that are restored with their sources stay newer
+    than these. A build may not notice a restored source that is older than the output of another version: the command
+    counts such files, and --touch gives all files whose content it changes the present time.
     """
     _check_source(arguments, undo=undo, redo=redo, of=of, store=store)
     app.paths = arguments if undo else arguments[1:]
@@ -461,17 +461,16 @@ def diff_command(
     """Show what changed between two snapshots, or since one.
 
     A defaults to the newest snapshot (in an overlay without snapshots, to the directory below it), B to the live state.
-    A..B is the same as A B. In an overlay, .. alone shows all changes since the directory below, and ..B those until B.
-    Each line is a letter and a path:
-    A added, M modified, D removed, T another type (a file became a symlink, for example), m metadata only (mode,
-    owner, time, extended attributes, hard links).  A path that became a name of another file, or is no longer one, has
-    that name after it: "m b (hard link to a)".
+    A..B is the same as A B. In an overlay, .. alone shows all changes from the directory below to now, and ..B those up
+    to B. Each line is a letter and a path: A added, M modified, D removed, T another type (a file became a symlink, for
+    example), m metadata only (mode, owner, time, extended attributes, hard links). If a path became a hard link of
+    another one, or stopped being one, the other path follows: "m b (hard link to a)".
 
     With --against, the changes lead from this workspace to FORK, which is the name of a running workspace or a path in
     it: a fork of this workspace, its source, or another fork of the same source.
 
-    --summary shows the files that a person may have to read first.  `.git`, directories that are new, removed or
-    ignored by git, and new files that are ignored, follow with one line each.
+    --summary begins with the files that a person may have to read. One line each follows for `.git`, for directories
+    that are new, removed or ignored by git, and for new files that git ignores.
 
     PATHs, after `--`, limit the output to these paths and what is below them.  They are relative to the current
     directory if that is in the workspace, else to the workspace's root; or absolute.
