@@ -173,10 +173,11 @@ def test_an_apply_names_what_is_on_a_disk_that_is_mounted_read_only(machine: Mac
     done = machine.run(*VFSD, "apply", "-w", "some", "--force")
     assert done.stdout == "applied to /: 1 added\n", done.stderr
     assert machine.state().keys() - before.keys() == {"home/agent/added"}
-    machine.vfsd("discard", "-w", "some", "--", "usr")
-    machine.vfsd("unmount", "some")
+    machine.vfsd("discard", "-w", "some", "--", "usr/new")
+    machine.vfsd("unmount", "some", "--discard")
 
 
+@pytest.mark.slow
 def test_eleven_kinds_of_damage_are_seen_undone_and_absent_after_a_discard(machine: Machine) -> None:
     before = machine.state()
     inner = shlex.join(VFSD)
