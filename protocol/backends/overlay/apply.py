@@ -142,7 +142,9 @@ class OverlayApply:
         self._done: set[bytes] = set()
         self._in_place: set[bytes] = set()  # files below that only get other attributes
         # The inodes whose ctime this run changes, with their identity before.
-        self._touched: dict[tuple[int, int], tuple[Handle, Identity]] = {}
+        # What `_touch` has recorded: the descriptor of an inode or its identity now, and that before.
+        self._touched: dict[tuple[int, int], tuple[Handle | Identity, Identity]] = {}
+        self._linked: set[tuple[int, int]] = set()  # inodes whose staged links are put in place later
         self._times: dict[tuple[int, int], int] = {}  # the mtime that this run gives to an inode
         self._staged: dict[bytes, bytes] = {}  # path -> where its new entry is staged
 
@@ -490,7 +492,7 @@ class OverlayApply:
             raise OSError(error.errno, reason, os.readlink(f"/proc/self/fd/{self._root}")) from error
         for change in todo:
             self._keep(change)
-        steps = Steps(self._root, self._touch)
+        steps = Steps(self._root, self._touch, self._settle)
         for step in plan:
             begun.before()
             if not steps.run(step):
@@ -577,6 +579,8 @@ class OverlayApply:
                 continue
             source, other_name = place(self._root, self._staged.get(other, other))
             self._touch(source, other_name)
+            there = os.stat(other_name, dir_fd=source.fd, follow_symlinks=False)
+            self._linked.add((there.st_dev, there.st_ino))
             with contextlib.suppress(OSError):  # EXDEV, EMLINK: make a separate file instead
                 os.link(other_name, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
                 return True
@@ -630,17 +634,27 @@ class OverlayApply:
                 file.keep()
 
     def _touch(self, directory: Handle, name: bytes) -> None:
-        """Record an inode whose ctime is about to change, so that `_renewed` reads its identity again."""
+        """Record an inode whose ctime is about to change, so that `_renewed` has its identity after that."""
         handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
         there = os.fstat(handle.fd)
-        self._touched.setdefault((there.st_dev, there.st_ino), (handle, identity(there)))
-        self._lower.moving.add((there.st_dev, there.st_ino))
+        key = (there.st_dev, there.st_ino)
+        held, before = self._touched.get(key, (None, identity(there)))
+        self._touched[key] = held if isinstance(held, Handle) else handle, before
+        self._lower.moving.add(key)
+
+    def _settle(self, key: tuple[int, int]) -> None:
+        """Close the descriptor of a touched inode after a step, because there may be more of them than a process may
+        have.  If another step touches the inode again, that opens it again; one with staged links stays open.
+        """
+        held, before = self._touched.get(key, (None, None))
+        if isinstance(held, Handle) and before is not None and key not in self._linked:
+            self._touched[key] = identity(os.fstat(held.fd)), before
 
     def _renewed(self) -> dict[tuple[int, int], Identity]:
         """Return the current identities of the inodes whose ctime this run, and no other program, changed."""
         found = {}
-        for key, (handle, before) in self._touched.items():
-            now = identity(os.fstat(handle.fd))
+        for key, (held, before) in self._touched.items():
+            now = identity(os.fstat(held.fd)) if isinstance(held, Handle) else held
             if now[:3] == before[:3] and now[3] in (before[3], self._times.get(key)):
                 found[key] = now
         return found

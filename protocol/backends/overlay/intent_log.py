@@ -427,12 +427,19 @@ def place(root: int, path: bytes) -> tuple[Handle, bytes]:
 class Steps:
     """Executes steps in the directory of descriptor `root`.
 
-    `before_ctime` is called with the directory and name of each inode that stays and whose ctime is about to change.
+    `before_ctime` is called with the directory and name of each inode that stays and whose ctime is about to change,
+    and `after_ctime` with its device and number when the step has changed it.
     """
 
-    def __init__(self, root: int, before_ctime: Callable[[Handle, bytes], None] = lambda _handle, _name: None) -> None:
+    def __init__(
+        self,
+        root: int,
+        before_ctime: Callable[[Handle, bytes], None] = lambda _handle, _name: None,
+        after_ctime: Callable[[tuple[int, int]], None] = lambda _key: None,
+    ) -> None:
         self._root = root
         self._before_ctime = before_ctime
+        self._after_ctime = after_ctime
         self._unsynced: set[bytes] = set()  # directories
 
     def run(self, step: Step) -> bool:
@@ -482,6 +489,8 @@ class Steps:
             os.rename(staged, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
         except OSError as error:  # it names what is staged
             raise os_error(error.errno or errno.EIO, step.path.decode("utf-8", "backslashreplace")) from None
+        if there is not None:
+            self._after_ctime((there.st_dev, there.st_ino))
         return True
 
     def _remove(self, step: Step, directory: Handle, name: bytes, there: os.stat_result | None) -> bool:
@@ -499,6 +508,7 @@ class Steps:
         if there.st_nlink > 1:
             self._before_ctime(directory, name)
         os.unlink(name, dir_fd=directory.fd)
+        self._after_ctime((there.st_dev, there.st_ino))
 
     def _set(self, step: Step) -> bool:
         new = step.attributes
@@ -524,6 +534,7 @@ class Steps:
         flags = os.O_RDONLY | os.O_NONBLOCK if can_sync else os.O_PATH
         handle = Handle(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
         set_attributes(handle.fd, new)
+        self._after_ctime((there.st_dev, there.st_ino))
         if can_sync:
             os.fsync(handle.fd)
         return True

@@ -6,6 +6,7 @@ import codecs
 import errno
 import os
 import random
+import resource
 import shutil
 import stat
 import struct
@@ -53,6 +54,36 @@ def run(
             raise done.error
     volume.check_invariants()
     return done
+
+
+@pytest.mark.parametrize("what", ["attributes", "names"])
+def test_an_apply_changes_more_files_in_place_than_a_process_may_have_open(tmp_path: Path, what: str) -> None:
+    """Each of them keeps its inode, whose new ctime the workspace must know."""
+    below = tmp_path / "below"
+    below.mkdir()
+    for number in range(200):
+        (below / f"f{number}").write_text("content")
+        os.link(below / f"f{number}", below / f"other{number}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+    try:
+        volume = OverlayVolume(os.fsencode(below))
+        driver = Driver(volume)
+        for number in range(200):
+            if what == "attributes":
+                driver.set(b"f%d" % number, mode=0o600)
+            else:
+                driver.unlink(b"other%d" % number)
+        run(volume)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for number in range(200):
+        driver.set(b"f%d" % number, mode=0o640)
+    done = run(volume)
+    assert not done.conflicts, "the workspace knows that it was the apply that changed the ctime"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in below.iterdir()} == {0o640}
+    assert len(list(below.iterdir())) == (400 if what == "attributes" else 200)
+    assert driver.read(b"f7") == b"content"
 
 
 @needs_root
