@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from protocol.linux.regular_file import open_regular
 from vfsd.machine.agent_points import AGENTS
 
 _FILE_BYTES_MAX: Final = 16 << 20
@@ -285,12 +286,10 @@ def load(agent: str, path: str) -> SettingsFile:
     """Read a settings file, which may not exist.  OSError; EINVAL for a file that is not settings."""
     real = os.path.realpath(path)
     try:
-        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(real)
     except FileNotFoundError:
         return SettingsFile(agent, real, None)
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file; nothing was changed", path)
         data = file.read(_FILE_BYTES_MAX + 1)
     if len(data) > _FILE_BYTES_MAX:
         raise OSError(errno.EFBIG, f"larger than {_FILE_BYTES_MAX >> 20} MiB; nothing was changed", path)

@@ -109,7 +109,7 @@ def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bo
         return
     if AGENTS[agent]["advice"]:
         output.note(AGENTS[agent]["advice"])
-    if os.environ.get(WORKSPACE_VARIABLE) or containing(os.getcwd(), read_records()) is not None:
+    if os.environ.get(WORKSPACE_VARIABLE) or (not user and containing(os.getcwd(), read_records()) is not None):
         return
     reason = why_no_mount()
     if reason is not None:

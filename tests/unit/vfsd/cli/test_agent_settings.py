@@ -225,7 +225,17 @@ def test_a_directory_or_a_fifo_is_not_touched(project: Path) -> None:
     assert "not a regular file" in run("install", "claude").stderr
     os.unlink(project / ".claude" / "settings.local.json")
     (project / ".claude" / "settings.local.json").mkdir()
-    assert run("install", "claude").exit_code == 1
+    assert "not a regular file" in run("install", "claude").stderr
+
+
+@each_agent
+def test_the_users_settings_need_no_current_directory(
+    project: Path, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "gone").mkdir()
+    monkeypatch.chdir(project / "gone")
+    (project / "gone").rmdir()
+    assert run("install", agent, "--user").exit_code == 0
 
 
 def test_a_full_disk_changes_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
