@@ -69,6 +69,8 @@ def test_what_is_kept_is_rewound_under_the_program_continued_and_applied_in_part
     script = f"{INNER} snapshot good; echo bad > file; {INNER} restore good; cat file; echo two > file"
     kept = run(place, "--keep", "--name", place.name, "--", "sh", "-c", script)
     assert "\none\n" in kept.stdout, kept.stderr
+    refused = vfsd("exec", "-w", place.name, "--", "true")
+    assert f"`vfsd run --system --name {place.name} -- COMMAND` runs one in it" in refused.stderr
     again = run(place, "--keep", "--name", place.name, "--", "sh", "-c", "cat file; echo three > third; mkdir d")
     assert again.stdout.startswith("two\n")
     below = str(place)[1:]

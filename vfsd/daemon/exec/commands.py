@@ -20,6 +20,7 @@ from vfsd.daemon.attached import needs_mount
 from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 from vfsd.machine.interpreter import missing_package
 from vfsd.machine.logs import log_failure
+from vfsd.machine.runtime import is_own_place
 from vfsd.operations.fs import ExecEnded
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def choose_commands(
     name = options.workspace.name
     is_attached = options.is_attached
     run_with = functools.partial(
-        Commands, name, is_attached=is_attached, snapshots=snapshots if options.commands.snapshot_each else None
+        Commands,
+        name,
+        is_attached=is_attached,
+        is_system=options.workspace.backend.argument == "/" and is_own_place(options.workspace.mountpoint),
+        snapshots=snapshots if options.commands.snapshot_each else None,
     )
     if options.commands.exec_on_host:
         # Start-up: most workspaces run no commands.
@@ -86,6 +91,7 @@ class Commands:
         workspace: str,
         *,
         is_attached: bool = False,
+        is_system: bool = False,
         runner: CommandRunner | None = None,
         sandbox: Sandbox | None = None,
         snapshots: SnapshotService | None = None,
@@ -93,6 +99,7 @@ class Commands:
     ) -> None:
         self._workspace = workspace
         self._is_attached = is_attached
+        self._is_system = is_system  # of `vfsd run --system`
         self._runner = runner or sandbox
         self._sandbox = sandbox
         self._snapshots = snapshots
@@ -193,6 +200,9 @@ class Commands:
     def _unsupported(self) -> OSError:
         if self._is_attached:
             return needs_mount("a command of `vfsd exec`", "run the command in the directory itself")
+        if self._is_system:
+            advice = f"`vfsd run --system --name {self._workspace} -- COMMAND` runs one in it"
+            return OSError(errno.EOPNOTSUPP, f"commands would run outside of the overlay of the machine: {advice}")
         return OSError(
             errno.EOPNOTSUPP,
             f"workspace {self._workspace!r} cannot run commands: its backend has nothing to run them in. Mount it with "
