@@ -265,4 +265,4 @@ def detach(mountpoint: str, *, lazy: bool) -> bool:
         return False
     code = errno.EPERM if "permi" in said.lower() else errno.EIO
     advice = " (`vfsd doctor` says what to do)" if "/etc/mtab" in said else ""
-    raise OSError(code, f"{_HELPER}: {said.splitlines()[-1]}{advice}", mountpoint)
+    raise OSError(code, f"{_HELPER}: {said.splitlines()[-1].removeprefix(f'{_HELPER}: ')}{advice}", mountpoint)
