@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 _OF_OTHER_MACHINES: Final = {
     0x6969: "NFS", 0x517B: "SMB", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x00C36400: "Ceph", 0x5346414F: "AFS",
 }  # fmt: skip
+# Their files are the kernel's state: a restore would change settings.
+_OF_THE_KERNEL: Final = {
+    0x9FA0: "proc", 0x62656572: "sysfs", 0x0027E0EB: "cgroup", 0x63677270: "cgroup2", 0x64626720: "debugfs",
+    0x74726163: "tracefs", 0x62656570: "configfs", 0x73636673: "securityfs", 0xCAFE4A11: "bpf",
+}  # fmt: skip
 _SECTOR_BYTES: Final = 512
 
 
@@ -85,7 +90,7 @@ def check_free(options: MountOptions) -> None:
     """Check that the directory of `options` can be attached, without reading it.
 
     OSError: ENOENT, ENOTDIR, EACCES, EROFS; EBUSY if a workspace serves a part of it, or a directory above it; EINVAL
-    if vfsd's runtime directory is in it; EOPNOTSUPP for a network file system.
+    if vfsd's runtime directory is in it; EOPNOTSUPP for a file system of a network or of the kernel.
     """
     path = options.workspace.mountpoint
     for record in runtime.read_records():
@@ -103,14 +108,18 @@ def check_free(options: MountOptions) -> None:
         raise OSError(errno.EINVAL, f"{reason} to a directory outside of it", path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        kind = _OF_OTHER_MACHINES.get(filesystem_type(descriptor))
+        number = filesystem_type(descriptor)
         if os.fstatvfs(descriptor).f_flag & os.ST_RDONLY:
             raise OSError(errno.EROFS, "on a read-only file system, so nothing could be restored", path)
     finally:
         os.close(descriptor)
-    if kind is not None:
-        reason = f"on {kind}, where other machines change files unseen: attach a directory of a local file system"
-        raise OSError(errno.EOPNOTSUPP, reason, path)
+    for kinds, where in (
+        (_OF_OTHER_MACHINES, "where other machines change files unseen"),
+        (_OF_THE_KERNEL, "whose files are settings of the kernel"),
+    ):
+        if number in kinds:
+            reason = f"on {kinds[number]}, {where}: attach a directory of a local file system"
+            raise OSError(errno.EOPNOTSUPP, reason, path)
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         raise PermissionError(errno.EACCES, "you cannot write there, so nothing could be restored", path)
 

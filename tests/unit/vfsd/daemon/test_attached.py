@@ -31,7 +31,7 @@ from vfsd.client.connection import daemon_end
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 from vfsd.daemon import attached
-from vfsd.machine.runtime import WorkspaceRecord, read_record, socket_dir
+from vfsd.machine.runtime import WorkspaceRecord, ensure_socket_dir, read_record, socket_dir
 
 # A mount namespace in which /dev has no fuse, as in a container without privileges; then a plain user, who may read
 # the interpreter wherever it lies.
@@ -335,7 +335,7 @@ def test_a_plain_user_without_dev_fuse_is_told_of_attach_and_can_use_it(public: 
 # -- what cannot be attached -------------------------------------------------------------------------
 def refused(code: int, words: str, *arguments: object) -> None:
     """Attaching fails with this errno and a line that has `words`, and leaves nothing."""
-    names = set(os.listdir(socket_dir()))
+    names = set(os.listdir(ensure_socket_dir()))
     done = vfsd("attach", *arguments, "--json")
     assert done.returncode == 1, done.stdout
     assert done.stderr.count("\n") == 1
@@ -379,6 +379,7 @@ def test_a_place_that_is_no_directory_of_a_local_file_system_is_refused(
     refused(errno.ENOTDIR, "not a directory", directory / "file")
     refused(errno.EINVAL, "is inside", directory, "--store", directory / "store")
     refused(errno.EINVAL, "vfsd's runtime directory", Path(socket_dir()).parent)
+    refused(errno.EOPNOTSUPP, "on proc, whose files are settings of the kernel", Path("/proc/self/task"))
     monkeypatch.setattr(attached, "filesystem_type", lambda _: 0x6969)
     with pytest.raises(OSError, match="on NFS"):
         attached.check_free(attach_options(directory, store=store))
