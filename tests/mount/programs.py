@@ -93,6 +93,25 @@ class Program:
 
 # -- the command line ---------------------------------------------------------------------------------
 VFSD = (sys.executable, "-P", "-m", "vfsd.cli.main")
+# The mounts of other tests are detached there, because their daemons would wait for the copies.
+_WITH_A_COPY = r"""
+awk -v kept="$1" '/ - fuse\.vfsd / && $5 != kept {print $5}' /proc/self/mountinfo | xargs -r umount --lazy
+"""
+
+
+@contextmanager
+def elsewhere(mountpoint: Path, script: str = ":") -> Iterator[None]:
+    """A process in a mount namespace of its own, with a copy of the mount, that has executed `script`."""
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"{_WITH_A_COPY}{script}; echo ready; read line",
+         "sh", mountpoint],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        yield
+        other.communicate()
 
 
 def vfsd(*arguments: object, before: Sequence[str] = (), **options: Any) -> subprocess.CompletedProcess[str]:

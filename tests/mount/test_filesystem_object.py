@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
+from tests.mount.programs import elsewhere
 from tests.support.rights import need_root, needs_root
 from vfsd.client.workspace import Workspace
 from vfsd.kernel.in_process import MountedFilesystem
@@ -232,20 +232,6 @@ def test_what_programs_had_written_is_there_when_the_connection_is_cut(engine: s
         os.close(file)
 
 
-@contextmanager
-def elsewhere(script: str) -> Iterator[None]:
-    """A process in a mount namespace of its own, with copies of all mounts, that has executed `script`."""
-    with subprocess.Popen(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", f"{script}; echo ready; read line"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"ready\n"
-        yield
-        other.communicate()
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("lazy", [False, True])
 @needs_root
@@ -255,7 +241,7 @@ def test_an_unmount_ends_although_another_mount_namespace_has_a_copy_of_the_moun
     filesystem = InMemoryFilesystem()
     for content in ("one", "two"):  # and another mount of this process works
         mounted = Workspace.mount(workdir / "m", filesystem=OnlyTheMethods(filesystem), engine=engine)  # type: ignore[call-overload]
-        with elsewhere(":"):
+        with elsewhere(workdir / "m"):
             (workdir / "m" / "f").write_text(content)
             mounted.unmount(lazy=lazy)
             assert not mounted.mounted
@@ -266,7 +252,7 @@ def test_an_unmount_ends_although_another_mount_namespace_has_a_copy_of_the_moun
 def test_a_program_in_another_mount_namespace_is_served_until_it_ends(engine: str, workdir: Path) -> None:
     filesystem = InMemoryFilesystem()
     mounted = Workspace.mount(workdir / "m", filesystem=filesystem, engine=engine)
-    with elsewhere(f"cd {workdir}/m; exec 3> f"):
+    with elsewhere(workdir / "m", f"cd {workdir}/m; exec 3> f"):
         with pytest.raises(OSError, match=r"busy: held by pid \d+ \(sh\)"):
             mounted.unmount()
         assert mounted.mounted

@@ -40,7 +40,8 @@ for path in /*; do
         mount -o remount,bind,ro "$name"
     fi
 done
-for name in dev proc run sys tmp; do mount --rbind /$name $name; done
+for name in dev proc sys; do mount --rbind /$name $name; done
+for name in run tmp; do mount --bind /$name $name; done
 cp -a /etc/passwd /etc/group /etc/nsswitch.conf /etc/ld.so.cache /etc/alternatives /etc/mtab etc/
 mkdir -p etc/cron.d local/bin local/lib/node_modules local/lib/python3/site-packages var/lib/app var/log
 mkdir -p home/agent/project/.git/hooks home/agent/project/build home/agent/data/deep
@@ -53,7 +54,12 @@ echo source > home/agent/project/main.c
 head -c 300000 /dev/urandom > var/lib/app/data.db
 echo content > home/agent/data/deep/file
 chown -R 1234:1234 home/agent
-exec chroot . sh -c 'echo ready; exec sleep 1000'
+mkdir old
+pivot_root . old
+umount -l /old # also the mounts of other tests, whose daemons would wait for this copy
+rmdir /old
+echo ready
+exec sleep 1000
 """
 
 _DAMAGE = r"""

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
-from tests.mount.programs import failed, succeeded, vfsd, wait_logged
+from tests.mount.programs import elsewhere, failed, succeeded, vfsd, wait_logged
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.leaks import mounts
 from tests.support.rights import need_root, needs_root
@@ -389,18 +389,10 @@ def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_moun
     engine: str, workdir: Path, words: tuple[str, ...]
 ) -> None:
     workspace = Workspace.mount(workdir, engine=engine)
-    with subprocess.Popen(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; read line"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        assert other.stdout.readline() == b"ready\n"
+    with elsewhere(workdir):
         succeeded(unmount(workspace, *words))  # returns when the daemon has ended
         assert not os.path.exists(socket_of(workspace))
         assert "another mount namespace" in Path(log_path(workspace.name)).read_text(encoding="utf-8")
-        other.stdin.close()
 
 
 @both_engines
