@@ -239,7 +239,8 @@ class Process:
         position = os.lseek(descriptor, 0, os.SEEK_CUR)
         stop = copied + (position - copied if to is None else to)
         at = stop - copied
-        while at < stop and (at := os.lseek(descriptor, at, os.SEEK_HOLE)) < stop:
+        # Not os.lseek: for data in the last page that a file can have, the answer of tmpfs overflows.
+        while at < stop and 0 <= (at := _libc.lseek(descriptor, at, os.SEEK_HOLE)) < stop:
             end = min(stop, at + mmap.PAGESIZE - at % mmap.PAGESIZE)
             os.pwrite(descriptor, bytes(end - at), at)
             at = end
