@@ -1,7 +1,7 @@
 """StoredAttributes: attributes of an inode as fields, which compiled code reads without a call.
 
-A leaf, so that an engine and the volume can share it: `vfsd.kernel.engines.native.replies` packs the fields, and the
-inodes of the volume in memory have them.
+`vfsd.kernel.engines.native.replies` packs the fields, and the inodes of the volume in memory have them.  The class is
+not in `protocol.volume`, because that module is not compiled: its protocols would gain nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ GROUP = "vfsd_compiled"
 BUILD = "build/compiled"
 SUFFIX = EXTENSION_SUFFIXES[0]
 CC = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
-KEEP = os.environ.get("KEEP")
 _NATIVE = "vfsd/kernel/engines/native/"
 _MEMORY = "protocol/backends/memory/"
 # The modules that a request of the default mount runs through.
@@ -56,10 +55,9 @@ def _imported(path: str) -> set[str]:
 def _compile(extension: Extension, source: str) -> str:
     """Compile one C file; return the object file."""
     target = source.removesuffix(".c") + ".o"
-    if not (KEEP and os.path.exists(target) and os.path.getmtime(target) > os.path.getmtime(source)):
-        includes = [f"-I{path}" for path in (*extension.include_dirs, sysconfig.get_path("include"))]
-        flags = [*CC, "-fPIC", "-DNDEBUG", *extension.extra_compile_args, *includes]
-        subprocess.run([*flags, "-c", source, "-o", target], check=True)
+    includes = [f"-I{path}" for path in (*extension.include_dirs, sysconfig.get_path("include"))]
+    flags = [*CC, "-fPIC", "-DNDEBUG", *extension.extra_compile_args, *includes]
+    subprocess.run([*flags, "-c", source, "-o", target], check=True)
     return target
 
 
@@ -68,8 +66,7 @@ def main() -> None:
     os.chdir(ROOT)
     from mypyc.build import mypycify  # noqa: PLC0415  takes a second
 
-    if not KEEP:
-        shutil.rmtree(BUILD, ignore_errors=True)
+    shutil.rmtree(BUILD, ignore_errors=True)
     for directory, _, names in os.walk(FOLDER):
         for name in names:
             if name == os.path.basename(RECORD) or name.endswith(SUFFIX):
@@ -77,7 +74,7 @@ def main() -> None:
     sources = recorded(sorted({*MODULES, *(found for path in MODULES for found in _imported(path))}))
     extensions = mypycify(
         ["--config-file=pyproject.toml", *MODULES],
-        opt_level=os.environ.get("OPT", "2"),
+        opt_level="2",
         debug_level="0",
         multi_file=True,  # so that all CPUs compile
         group_name=GROUP,

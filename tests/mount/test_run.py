@@ -14,7 +14,7 @@ from typing import Any
 import click.testing
 import pytest
 
-from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
+from tests.mount.programs import VFSD, failed, succeeded, vfsd, wait_ended
 from tests.support.rights import needs_root
 from tests.support.terminal import Shell
 from tests.support.waiting import wait_until
@@ -112,6 +112,14 @@ def test_the_changes_are_applied_discarded_or_kept(project: Path) -> None:
     assert applied.returncode == 0
     assert content(project) == {"file": "two\n", "added": "new\n"}
     assert names() == []
+
+
+def test_paths_of_the_directory_below_are_those_of_the_kept_overlay(project: Path) -> None:
+    run(project, "--keep", "--name", "kept", "--", "sh", "-c", SOME)
+    succeeded(vfsd("apply", "-w", "kept", project / "added"))
+    assert content(project) == {"file": "one\n", "added": "new\n"}
+    assert "is not in the workspace" in failed(vfsd("apply", "-w", "kept", project.parent))
+    succeeded(vfsd("unmount", "kept", "--discard"))
 
 
 def test_a_command_that_changes_nothing_leaves_nothing(project: Path) -> None:

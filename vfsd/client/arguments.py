@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from protocol.backends.container.podman.address import parse_address
 from protocol.errors import check_type
 from vfsd.machine.mountinfo import find_mount, mount_at, resolve
-from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
+from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, read_records, unique_name
 from vfsd.operations.declaration import CacheChoice
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
@@ -306,8 +306,9 @@ def current_directory() -> bytes:
 def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) -> bytes:
     """Return `path` relative to the root of the workspace at `mountpoint`; b"" is the root.
 
-    An absolute path must be under the mountpoint.  A relative path is relative to `cwd` if that is inside the mount,
-    else to the root.  Another mount of the workspace, such as the one that `vfsd run` makes, counts as well.
+    An absolute path must be under the mountpoint, or under the directory of an overlay, whose paths are also those of
+    the overlay.  A relative path is relative to `cwd` if that is inside the mount, else to the root.  Another mount of
+    the workspace, such as the one that `vfsd run` makes, counts as well.
     ValueError if the path leads out of the workspace.
     """
     raw = os.fsencode(path)
@@ -318,6 +319,8 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) ->
             inside = _below(_resolved(raw), _resolved(root))
         if inside is None:
             inside = _below_other_mount(raw, root)
+        if inside is None:
+            inside = _below_lower(raw, root)
     else:
         start = root
         if cwd is not None and _below(cwd, root) is not None:
@@ -328,6 +331,14 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) ->
     if inside is None:
         raise ValueError(f"{os.fsdecode(raw)!r} is not in the workspace at {mountpoint}")
     return inside
+
+
+def _below_lower(path: bytes, root: bytes) -> bytes | None:
+    """Return the absolute `path` relative to the directory of the overlay at `root`; None if it is not below that."""
+    for record in read_records():
+        if os.fsencode(record.mountpoint) == root and record.backend.startswith("overlay:/"):
+            return _below(_resolved(path), _resolved(os.fsencode(record.backend.removeprefix("overlay:"))))
+    return None
 
 
 def wire_paths(paths: Iterable[UserPath], mountpoint: str, cwd: bytes | None = None) -> list[str]:
