@@ -41,7 +41,9 @@ class StoredAttributes:
         raise NotImplementedError
 
 
-class _Copied(StoredAttributes):
+class CopiedAttributes(StoredAttributes):
+    """A copy of other attributes."""
+
     __slots__ = ("_blocks",)
 
     def __init__(self, a: Attributes) -> None:
@@ -52,8 +54,3 @@ class _Copied(StoredAttributes):
     @property
     def blocks(self) -> int:
         return self._blocks
-
-
-def stored(a: Attributes) -> StoredAttributes:
-    """Return `a` if it has stored attributes, else a copy that has."""
-    return a if isinstance(a, StoredAttributes) else _Copied(a)

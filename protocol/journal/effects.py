@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     from protocol.directory_cookies import DirectoryCookies
+    from protocol.stored_attributes import StoredAttributes
 
 INODE: Final = 1  # its attributes; it is made if it does not exist
 ENTRY: Final = 2  # a name in a directory stands for an inode; 0: for none
@@ -93,24 +94,7 @@ class Attributes(NamedTuple):
     generation: int
 
 
-class HasAttributes(Protocol):
-    """An inode of a volume."""
-
-    inode: int
-    mode: int
-    nlink: int
-    uid: int
-    gid: int
-    rdev: int
-    size: int
-    atime_ns: int
-    mtime_ns: int
-    ctime_ns: int
-    birth_ns: int
-    generation: int
-
-
-def inode(node: HasAttributes | Attributes) -> bytes:
+def inode(node: StoredAttributes | Attributes) -> bytes:
     """Return the effect that an inode has the attributes of `node`."""
     mtime_ns, ctime_ns = node.mtime_ns, node.ctime_ns
     modified = divmod(mtime_ns, _NS)

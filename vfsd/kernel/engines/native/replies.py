@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final
 
-from protocol.stored_attributes import StoredAttributes, stored
+from protocol.stored_attributes import CopiedAttributes, StoredAttributes
 from protocol.volume import Attributes, Buffer, PlainEntry, StatFs
 from vfsd.kernel.engines.native import wire
 
@@ -75,7 +75,7 @@ class Replies:
 
     def entry(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_entry_out, with which the kernel counts a lookup."""
-        s = a if isinstance(a, StoredAttributes) else stored(a)
+        s = a if isinstance(a, StoredAttributes) else CopiedAttributes(a)
         mtime, mtime_ns = divmod(s.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if s.atime_ns == s.mtime_ns else divmod(s.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if s.ctime_ns == s.mtime_ns else divmod(s.ctime_ns, _SECOND)
@@ -88,7 +88,7 @@ class Replies:
 
     def attributes(self, unique: int, a: Attributes) -> bytes:
         """Pack fuse_attr_out."""
-        s = a if isinstance(a, StoredAttributes) else stored(a)
+        s = a if isinstance(a, StoredAttributes) else CopiedAttributes(a)
         mtime, mtime_ns = divmod(s.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if s.atime_ns == s.mtime_ns else divmod(s.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if s.ctime_ns == s.mtime_ns else divmod(s.ctime_ns, _SECOND)
@@ -128,7 +128,7 @@ class Replies:
 
     def direntplus(self, a: Attributes, entry: PlainEntry) -> bytes:
         """Pack one entry of READDIRPLUS with attributes; it counts a lookup."""
-        s = a if isinstance(a, StoredAttributes) else stored(a)
+        s = a if isinstance(a, StoredAttributes) else CopiedAttributes(a)
         mtime, mtime_ns = divmod(s.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if s.atime_ns == s.mtime_ns else divmod(s.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if s.ctime_ns == s.mtime_ns else divmod(s.ctime_ns, _SECOND)
