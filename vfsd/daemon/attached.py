@@ -28,7 +28,7 @@ import trio
 
 from protocol.linux.syscalls import filesystem_type
 from vfsd.machine import runtime
-from vfsd.machine.mountinfo import find_mount, resolve, vfsd_mounts
+from vfsd.machine.mountinfo import find_mount, is_at_or_below, resolve, vfsd_mounts
 from vfsd.wire.options import NO_ENGINE, BackendSpec
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ def check_free(options: MountOptions) -> None:
     if mount is not None and mount.is_vfsd:
         raise OSError(errno.EBUSY, f"in workspace {mount.workspace!r}, which has snapshots itself", path)
     for mount in vfsd_mounts():
-        if _is_in(mount.mountpoint, path):
+        if is_at_or_below(mount.mountpoint, path):
             raise OSError(errno.EBUSY, f"workspace {mount.workspace!r} is mounted in it, at {mount.mountpoint}", path)
-    if _is_in(resolve(runtime.socket_dir()), path):
+    if is_at_or_below(resolve(runtime.socket_dir()), path):
         reason = f"contains vfsd's runtime directory {runtime.socket_dir()}: set ${runtime.RUNTIME_VARIABLE}"
         raise OSError(errno.EINVAL, f"{reason} to a directory outside of it", path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -134,13 +134,9 @@ def _check_apart(path: str, record: runtime.WorkspaceRecord) -> None:
     served = resolve(backend.argument)
     if served == path:
         raise OSError(errno.EBUSY, f"workspace {record.name!r} serves it already, at {record.mountpoint}: {use}", path)
-    if _is_in(served, path) or _is_in(path, served):
-        where = "a part of it" if _is_in(served, path) else "a directory above it"
+    if is_at_or_below(served, path) or is_at_or_below(path, served):
+        where = "a part of it" if is_at_or_below(served, path) else "a directory above it"
         raise OSError(errno.EBUSY, f"workspace {record.name!r} serves {where}, {served}: {use}", path)
-
-
-def _is_in(path: str, directory: str) -> bool:
-    return os.path.commonpath((path, directory)) == directory
 
 
 def check_fits(path: str, stored: Stored, root: int, keep_going: Callable[[], object]) -> None:

@@ -184,7 +184,7 @@ def find_mount(path: str) -> Mount | None:
     found: Mount | None = None
     for mount in mounts():
         longer = found is None or len(mount.mountpoint) >= len(found.mountpoint)
-        if longer and _is_below(resolved, mount.mountpoint):
+        if longer and is_at_or_below(resolved, mount.mountpoint):
             found = mount
     return found
 
@@ -203,5 +203,6 @@ def nested_mounts(mountpoint: str) -> list[Mount]:
     return found
 
 
-def _is_below(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(directory.rstrip("/") + "/")
+def is_at_or_below(path: str, *directories: str) -> bool:
+    """Return whether the absolute path `path` is one of the directories or below one."""
+    return any(path == each or path.startswith(each.rstrip("/") + "/") for each in directories)

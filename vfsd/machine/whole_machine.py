@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from protocol.store.format.layout import default_directory
 from vfsd.machine.directories import cache_directory, journals_directory
-from vfsd.machine.mountinfo import Mount, mounts
+from vfsd.machine.mountinfo import Mount, is_at_or_below, mounts
 from vfsd.machine.selection import PLACES, socket_dir
 
 # Local file systems: their files are in the overlay.
@@ -73,7 +73,7 @@ class MachineParts(NamedTuple):
             *(("changes", path) for path in self.left_out),
             *(("empty", path) for path in self.own if path != runtime),
             *([("tmp", tmp)] if private_tmp else []),
-            *([("shared", runtime)] if not _is_at_or_below(runtime, shared) else []),
+            *([("shared", runtime)] if not is_at_or_below(runtime, *shared) else []),
             ("empty", os.path.join(runtime, PLACES)),  # other runs
             ("workspace", os.path.realpath(mountpoint)),
             ("proc", _OWN_PROC),
@@ -90,8 +90,8 @@ def machine_parts(mountpoint: str) -> MachineParts:
     read_only: list[str] = []
     for mount in _visible(mounts()):
         path = mount.mountpoint
-        above = max((top for top in ["/", *overlaid, *read_only] if _is_at_or_below(path, [top])), key=len)
-        if path in ("/", mountpoint) or above in read_only or _is_at_or_below(path, [*special, *own]):
+        above = max((top for top in ["/", *overlaid, *read_only] if is_at_or_below(path, top)), key=len)
+        if path in ("/", mountpoint) or above in read_only or is_at_or_below(path, *special, *own):
             continue
         (overlaid if _LOCAL.fullmatch(mount.filesystem) else read_only).append(path)
     covered = [*special, *read_only]
@@ -99,8 +99,8 @@ def machine_parts(mountpoint: str) -> MachineParts:
         overlaid=tuple(overlaid),
         read_only=tuple(read_only),
         shared=tuple(shared),
-        left_out=tuple(path for path in _left_out() if not _is_at_or_below(path, covered)),
-        own=tuple(dict.fromkeys(path for path in own if path == runtime or not _is_at_or_below(path, covered))),
+        left_out=tuple(path for path in _left_out() if not is_at_or_below(path, *covered)),
+        own=tuple(dict.fromkeys(path for path in own if path == runtime or not is_at_or_below(path, *covered))),
     )
 
 
@@ -108,7 +108,7 @@ def _visible(found: Sequence[Mount]) -> list[Mount]:
     """Return the mounts that no later one covers, outer ones first."""
     seen: dict[str, Mount] = {}
     for mount in found:
-        for path in [path for path in seen if _is_at_or_below(path, [mount.mountpoint])]:
+        for path in [path for path in seen if is_at_or_below(path, mount.mountpoint)]:
             del seen[path]
         seen[mount.mountpoint] = mount
     return [seen[path] for path in sorted(seen)]
@@ -127,7 +127,3 @@ def _own_directories() -> Iterator[str]:
     for path in (os.path.dirname(journals_directory()), default_directory(), cache_directory()):
         if os.path.isdir(path):
             yield path
-
-
-def _is_at_or_below(path: str, tops: Sequence[str]) -> bool:
-    return any(path == top or path.startswith(top.rstrip("/") + "/") for top in tops)

@@ -66,6 +66,7 @@ from vfsd.daemon.snapshots.base import (
     required,
 )
 from vfsd.machine import mounts
+from vfsd.machine.mountinfo import is_at_or_below
 from vfsd.machine.runtime import read_record
 from vfsd.operations.declaration import Empty, Peer, RepositoryRecord
 from vfsd.operations.forks import (
@@ -454,7 +455,7 @@ class ForkMethod:
         snapshots = required(self._snapshots)
         if self._forks.stored is None:
             _ = self._forks.volume  # raises if it cannot be forked
-        if (mountpoint + "/").startswith(self._mounted.mountpoint.rstrip("/") + "/"):
+        if is_at_or_below(mountpoint, self._mounted.mountpoint):
             raise OSError(errno.EINVAL, "a fork cannot be mounted inside its source", mountpoint)
         record = read_record(params.name)
         if record is not None and record.alive:
@@ -543,7 +544,8 @@ def _links(fork: str, source: str) -> list[str]:
         git = os.path.join(source, name, ".git")
         with contextlib.suppress(OSError, ValueError):
             kind, _, gitdir = first_line(git).partition(": ")
-            is_inside = not os.path.isabs(gitdir) and _is_in(os.path.join(source, name, gitdir), source)
+            place = os.path.normpath(os.path.join(source, name, gitdir))
+            is_inside = not os.path.isabs(gitdir) and is_at_or_below(place, source)
             is_in_fork = os.lstat(os.path.join(fork, name, ".git")).st_size == os.lstat(git).st_size
             if kind == "gitdir" and is_in_fork and not is_inside:
                 found.append(
@@ -552,15 +554,12 @@ def _links(fork: str, source: str) -> list[str]:
                 )
     for entry in top:
         with contextlib.suppress(OSError):
-            if entry.is_symlink() and _is_in(os.readlink(os.path.join(fork, entry.name)), source):
+            target = os.readlink(os.path.join(fork, entry.name)) if entry.is_symlink() else ""
+            if is_at_or_below(os.path.normpath(target), source):
                 found.append(
                     f"the symlink {shown(os.fsencode(entry.name))} in the fork leads into the source, {source}"
                 )
     return found[:_LINKS_SHOWN] + [f"and {len(found) - _LINKS_SHOWN:,} more"] * (len(found) > _LINKS_SHOWN)
-
-
-def _is_in(path: str, directory: str) -> bool:
-    return (os.path.normpath(path) + "/").startswith(directory.rstrip("/") + "/")
 
 
 def _take_base(volume: ForkableVolume, tag: str) -> StateId:
