@@ -206,14 +206,7 @@ class Fetched(Value):
     nothing: str = ""
 
 
-def fetch_repository(
-    path: bytes,
-    source: str,
-    target: str,
-    name: str,
-    marked: Collection[bytes] = (),
-    keep_going: Callable[[], None] = lambda: None,
-) -> Fetched:
+def fetch_repository(path: bytes, source: str, target: str, name: str, marked: Collection[bytes] = ()) -> Fetched:
     """Fetch the branches of the repository `path` below the directory `source` into the one below `target`.
 
     They become `refs/vfsd/NAME/BRANCH` there.  A tag or a stash that the target does not have becomes
@@ -226,7 +219,7 @@ def fetch_repository(
     where = os.fsdecode(path)
     try:
         with tempfile.TemporaryDirectory(prefix="vfsd-fetch-") as private:
-            fetch = _Fetch(private, source, target, where, _NOT_IN_REFS.sub("_", name), keep_going)
+            fetch = _Fetch(private, source, target, where, _NOT_IN_REFS.sub("_", name))
             fetch.marked = [os.path.join(target, os.fsdecode(each)) for each in marked]
             return fetch.run(path)
     except GitError as error:
@@ -237,16 +230,13 @@ def fetch_repository(
 
 
 class _Fetch:
-    def __init__(
-        self, private: str, source: str, target: str, path: str, name: str, keep_going: Callable[[], None]
-    ) -> None:
+    def __init__(self, private: str, source: str, target: str, path: str, name: str) -> None:
         self._private = private
         self._source_root = os.path.realpath(source)
         self._source = os.path.join(self._source_root, path)
         self._root = target
         self._target = os.path.join(target, path)
         self._name = name
-        self._keep_going = keep_going
         self._left: list[str] = []
         self.marked: Sequence[str] = ()
 
@@ -263,7 +253,6 @@ class _Fetch:
         for inner in (*_submodules(self._source), ""):
             if not _is_repository(os.path.join(self._target, inner)):
                 continue  # a submodule that only the source has
-            self._keep_going()
             fetched, found = self._fetch(inner, is_needed=bool(commands))
             namespace = fetched or namespace
             commands += found
@@ -284,8 +273,8 @@ class _Fetch:
         self._refuse_ways_out(source, target)
         directory = tempfile.mkdtemp(dir=self._private)
         there, here = os.path.join(directory, "there"), os.path.join(directory, "here")
-        from_git = _private(there, source, self._keep_going, also=target)
-        git = _private(here, target, self._keep_going)
+        from_git = _private(there, source, also=target)
+        git = _private(here, target)
         heads = {tree: _head(os.path.join(source, tree)) for tree in ("", *_work_trees(source))}
         refs = self._refs(from_git)
         specs = [(ref, ref.removeprefix(_HEADS)) for ref in refs if ref.startswith(_HEADS)]
@@ -314,7 +303,6 @@ class _Fetch:
             if place in seen:
                 continue
             seen.add(place)
-            self._keep_going()
             name = shown(os.fsencode(os.path.relpath(place, self._source_root)))
             if os.path.realpath(place) != place or not place.startswith(self._source_root + "/"):
                 raise GitError(f"{name} there leads out of the workspace, or through a symlink")
@@ -413,7 +401,7 @@ def has_nothing_staged(repository: str, directory: str, keep_going: Callable[[],
     try:
         with tempfile.TemporaryDirectory(prefix="vfsd-index-") as private:
             objects = directory if _is_repository(directory) else repository
-            git = _private(os.path.join(private, "git"), objects, keep_going)
+            git = _private(os.path.join(private, "git"), objects, keep_going=keep_going)
             os.symlink(os.path.join(directory, "index"), git.path("index"))
             words = ["diff-index", "--cached", "--quiet", _head(directory) or "HEAD"]
             return git.run(words, os.devnull, "said", fine=(0, 1, 128)) == 0
@@ -421,7 +409,9 @@ def has_nothing_staged(repository: str, directory: str, keep_going: Callable[[],
         return False
 
 
-def _private(directory: str, repository: str, keep_going: Callable[[], None], also: str | None = None) -> PrivateGit:
+def _private(
+    directory: str, repository: str, *, also: str | None = None, keep_going: Callable[[], None] = lambda: None
+) -> PrivateGit:
     """Make a private repository with the objects and refs of `repository`.
 
     `also`: objects of this repository are read there.  In an overlay, they may have changed below, or be gone.
