@@ -108,7 +108,7 @@ def test_the_table_names_the_conflicts(work: Workspace, workdir: Path) -> None:
         (Path(two.path) / "same").write_text("")
         said = vfsd("conflicts", "-w", "work")[0]
         assert said == "work\tf1\t0\t0\t\nwork\tf2\t1\t0\t\nf1\tf2\t1\t1\td0/f0\n"
-        answer = json.loads(vfsd("conflicts", "-w", "work", "f2", "--json")[0])
+        answer = json.loads(vfsd("conflicts", "-w", "work", "f2", "work", "f2", "--json")[0])
         assert answer["workspaces"] == ["work", "f2"]
         assert answer["pairs"][0]["paths"] == ["same"]
         kind, _, directory = work.status().backend.partition(":")

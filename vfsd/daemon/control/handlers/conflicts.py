@@ -114,7 +114,7 @@ class ConflictsMethods:
             view = await stack.enter_async_context(snapshots.frozen(call))
             lines = [_Line(here.name, lineage=here, tree=LayeredTree(view.tree))]
             bases: dict[StateId, Tree] = {}
-            for peer in params.forks:
+            for peer in {each.name: each for each in params.forks if each.name != here.name}.values():
                 try:
                     other = await stack.enter_async_context(self._others.opened(peer))
                 except OSError as error:
