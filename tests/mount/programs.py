@@ -121,6 +121,16 @@ def vfsd(*arguments: object, before: Sequence[str] = (), **options: Any) -> subp
     return subprocess.run(command, check=False, **{**settings, **options})
 
 
+@contextmanager
+def started_run(place: Path, script: str, *flags: str, **popen: Any) -> Iterator[subprocess.Popen[str]]:
+    """`vfsd run` with a script of the shell in `place`, which has printed "started"."""
+    command = [*VFSD, "run", *flags, "--", "sh", "-c", script]
+    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, text=True, **popen) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "started\n"
+        yield running
+
+
 def succeeded(done: subprocess.CompletedProcess[str]) -> str:
     """The standard output of what ended with status 0."""
     assert done.returncode == 0, done.stderr

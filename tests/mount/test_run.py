@@ -14,7 +14,7 @@ from typing import Any
 import click.testing
 import pytest
 
-from tests.mount.programs import VFSD, failed, succeeded, vfsd, wait_ended
+from tests.mount.programs import VFSD, failed, started_run, succeeded, vfsd, wait_ended
 from tests.support.rights import needs_root
 from tests.support.terminal import Shell
 from tests.support.waiting import wait_until
@@ -288,15 +288,7 @@ def test_a_killed_run_loses_nothing(project: Path) -> None:
 @pytest.mark.parametrize("flags", [[], ["--apply"]])
 def test_sigterm_goes_to_the_command_and_the_changes_are_kept(project: Path, flags: list[str]) -> None:
     script = f"trap 'echo got; exit 9' TERM; {SOME}; echo started; while :; do sleep 0.05; done"
-    with subprocess.Popen(
-        [*VFSD, "run", *flags, "--", "sh", "-c", script],
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "started\n"
+    with started_run(project, script, *flags, stderr=subprocess.PIPE) as running:
         running.send_signal(signal.SIGTERM)
         printed, remarks = running.communicate()
     assert running.returncode == 9
@@ -515,9 +507,11 @@ def test_the_choice_counts_even_if_nothing_reads_the_output(project: Path) -> No
 
 # -- on a terminal ----------------------------------------------------------------------------------
 @pytest.fixture
-def shell(project: Path) -> Iterator[Shell]:
+def shell(project: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
+    """A shell with the command `run`; a parameter is the words of it."""
+    words = getattr(request, "param", "run")
     with Shell(cwd=project) as started:
-        started.run(f'run() {{ {shlex.join([*VFSD, "run"])} "$@"; }}')
+        started.run(f'run() {{ {shlex.join(VFSD)} {words} "$@"; }}')
         started.expect("ready> ")
         yield started
 
@@ -623,8 +617,14 @@ def test_ctrl_c_is_for_the_command(shell: Shell) -> None:
     assert shell.status() == 7
 
 
+EACH = pytest.mark.parametrize("shell", ["run", "run --system"], indirect=True)
+
+
 @pytest.mark.extended
-def test_ctrl_z_and_fg(shell: Shell) -> None:
+@pytest.mark.parametrize(
+    ("shell", "key", "status"), [("run", "\x04", 0), ("run --system", "\x03", 128 + signal.SIGINT)], indirect=["shell"]
+)
+def test_ctrl_z_and_fg(shell: Shell, key: str, status: int) -> None:
     shell.run("run --keep -- sh -c 'echo start; exec cat'")
     shell.expect("start\n")
     shell.type("first\n")
@@ -633,15 +633,16 @@ def test_ctrl_z_and_fg(shell: Shell) -> None:
     shell.expect(r"Stopped")
     assert shell.status() == 128 + signal.SIGSTOP
     shell.run("fg")
-    shell.expect('run "[$]@"\n')  # bash shows the command that continues
+    shell.expect('run( --system)? "[$]@"\n')  # bash shows the command that continues
     shell.type("second\n")
     shell.expect("second\nsecond\n")
-    shell.type("\x04")
+    shell.type(key)
     shell.expect("the command changed nothing")
-    assert shell.status() == 0
+    assert shell.status() == status
 
 
 @pytest.mark.extended
+@EACH
 def test_a_program_that_stops_itself_gives_the_terminal_back(shell: Shell) -> None:
     shell.run("run --keep -- sh -c 'kill -STOP $$; echo resumed; exit 5'")
     shell.expect(r"Stopped")
@@ -661,8 +662,9 @@ def test_a_killed_program_leaves_the_terminal_usable(shell: Shell) -> None:
 
 
 @pytest.mark.extended
+@EACH
 def test_an_interactive_shell_in_it_has_job_control(shell: Shell) -> None:
-    shell.run("run --keep -- env PS1='inner> ' bash --norc --noprofile --noediting -i")
+    shell.run("run --keep -- env HISTFILE= PS1='inner> ' bash --norc --noprofile --noediting -i")
     shell.expect("inner> ")
     shell.run("sh -c 'echo start; exec cat'")
     shell.expect("start\n")

@@ -14,9 +14,8 @@ from pathlib import Path
 import click.testing
 import pytest
 
-from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
+from tests.mount.programs import VFSD, started_run, succeeded, vfsd, wait_ended
 from tests.support.rights import needs_root
-from tests.support.terminal import Shell
 from tests.support.waiting import wait_until
 from vfsd.cli import run as run_module
 from vfsd.cli.foreground import NoPrivateMountError
@@ -157,15 +156,11 @@ def test_a_mount_that_is_refused_leaves_nothing(place: Path, words: list[str]) -
     assert list(Path(journals_directory()).rglob("*")) == []
 
 
-# -- signals, terminals and deaths --------------------------------------------------------------------
+# -- signals and deaths -------------------------------------------------------------------------------
 @pytest.mark.extended
 def test_signals_reach_the_command_and_its_status_comes_back(place: Path) -> None:
     script = "trap 'echo got; exit 9' TERM; echo two > file; echo started; while :; do sleep 0.05; done"
-    with subprocess.Popen(
-        [*VFSD, "run", "--system", "--", "sh", "-c", script], cwd=place, stdout=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "started\n"
+    with started_run(place, script, "--system") as running:
         running.send_signal(signal.SIGTERM)
         assert running.communicate()[0].startswith("got\n")
     assert running.returncode == 9
@@ -176,74 +171,16 @@ def test_signals_reach_the_command_and_its_status_comes_back(place: Path) -> Non
     assert faulty.returncode == 128 + signal.SIGSEGV
 
 
-@pytest.fixture
-def shell(place: Path) -> Iterator[Shell]:
-    with Shell(cwd=place) as started:
-        started.run(f'run() {{ {shlex.join([*VFSD, "run", "--system"])} "$@"; }}')
-        started.expect("ready> ")
-        yield started
-
-
-@pytest.mark.extended
-def test_ctrl_c_ctrl_z_and_fg(shell: Shell) -> None:
-    shell.run("run --keep -- sh -c 'echo start; exec cat'")
-    shell.expect("start\n")
-    shell.type("first\n")
-    shell.expect("first\nfirst\n")
-    shell.type("\x1a")
-    shell.expect("Stopped")
-    assert shell.status() == 128 + signal.SIGSTOP
-    shell.run("fg")
-    shell.expect('run --system "[$]@"\n')
-    shell.type("second\n")
-    shell.expect("second\nsecond\n")
-    shell.type("\x03")
-    shell.expect("the command changed nothing")
-    assert shell.status() == 128 + signal.SIGINT
-
-
-@pytest.mark.extended
-def test_a_program_that_stops_itself_gives_the_terminal_back(shell: Shell) -> None:
-    shell.run("run --keep -- sh -c 'kill -STOP $$; echo resumed; exit 5'")
-    shell.expect("Stopped")
-    shell.status()
-    shell.run("fg")
-    shell.expect("resumed\n")
-    assert shell.status() == 5
-
-
-@pytest.mark.extended
-def test_an_interactive_shell_in_it_has_job_control(shell: Shell) -> None:
-    shell.run("run --keep -- env HISTFILE= PS1='inner> ' bash --norc --noprofile --noediting -i")
-    shell.expect("inner> ")
-    shell.run("sh -c 'echo start; exec cat'")
-    shell.expect("start\n")
-    shell.type("\x1a")
-    shell.expect("Stopped")
-    shell.expect("inner> ")
-    shell.run("fg")
-    shell.expect("exec cat'\n")
-    shell.type("\x04")
-    shell.expect("inner> ")
-    shell.run("exit 6")
-    shell.expect("the command changed nothing")
-    assert shell.status() == 6
-
-
 WAIT = "while [ ! -e {go} ]; do sleep 0.02 || exit 3; done"  # a program of a machine that is gone fails
 
 
 @pytest.mark.extended
 def test_when_vfsd_run_is_killed_its_processes_end_and_its_changes_are_kept(place: Path) -> None:
     script = "echo two > file; sleep 1000 & echo started; wait"
-    with subprocess.Popen(
-        [*VFSD, "run", "--system", "--", "sh", "-c", script], cwd=place, stdout=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "started\n"
+    with started_run(place, script, "--system") as running:
         running.kill()
         running.wait()
-        assert running.stdout.read() == "", "no process has the pipe open any more"
+        assert running.communicate()[0] == "", "no process has the pipe open any more"
     shown = succeeded(vfsd("diff", "-w", "run-system"))
     assert shown == f"M {str(place)[1:]}/file\n"
 
