@@ -106,10 +106,10 @@ def project_path(agent: str, directory: str) -> str:
     return os.path.join(directory, AGENTS[agent]["project_file"])
 
 
-def user_path(agent: str, environ: Mapping[str, str] = os.environ) -> str:
+def user_path(agent: str) -> str:
     """Return the file with the user's settings for all projects."""
     variable, directory, file = AGENTS[agent]["user_file"]
-    return os.path.join(os.path.abspath(environ.get(variable) or os.path.expanduser(directory)), file)
+    return os.path.join(os.path.abspath(os.environ.get(variable) or os.path.expanduser(directory)), file)
 
 
 def hook_commands(agent: str) -> dict[str, str]:

@@ -596,13 +596,13 @@ def workspace_key(backend: str) -> str:
     return wire_path(os.fsencode(key))
 
 
-def _source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
+def _source_date_epoch() -> int | None:
     """Return $SOURCE_DATE_EPOCH in seconds, None if it is not set.  OSError (EINVAL) if it is not a number.
 
     The caller's value counts: the daemon was started in another environment.  Source:
     https://reproducible-builds.org/specs/source-date-epoch/
     """
-    text = environ.get("SOURCE_DATE_EPOCH")
+    text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:
         return None
     if not (text.isascii() and text.isdigit()):

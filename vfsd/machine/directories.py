@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 _FOR_ROOT: Final = "/var/lib/vfsd/journals"
 
 
-def journals_directory(environ: Mapping[str, str] = os.environ) -> str:
+def journals_directory() -> str:
     """$XDG_STATE_HOME/vfsd/journals, else /var/lib/vfsd/journals for root, else ~/.local/state/vfsd/journals."""
-    state = environ.get("XDG_STATE_HOME", "")
+    state = os.environ.get("XDG_STATE_HOME", "")
     # The XDG base directory specification: a relative path is invalid and to be ignored.
     if not os.path.isabs(state):
         if os.geteuid() == 0:
@@ -143,9 +143,9 @@ def unused_journal(name: str) -> str | None:
     )
 
 
-def cache_directory(environ: Mapping[str, str] = os.environ) -> str:
+def cache_directory() -> str:
     """$XDG_CACHE_HOME/vfsd, else ~/.cache/vfsd."""
-    cache = environ.get("XDG_CACHE_HOME", "")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the XDG base directory specification: a relative path is ignored
         cache = os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(cache, "vfsd")
