@@ -10,7 +10,7 @@
 The drafts are two: one with `read_file`, `write_file`, `list_dir` and results in objects, and one with `read`, `write`,
 `list` and archives.  docs/python.md has a table of their names.
 
-Threading: as the filesystem below.
+Threading: that of the filesystem below.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class TextWriter(ClosingStream):
 class DraftFilesystem:
     """The drafts' methods over `filesystem`.
 
-    A path is relative to the root, or absolute and below `root`.  SecurityError, a ValueError, for one that leads out
-    by "..", and PermissionError, which SecurityError is too, for one that leads out by a symlink.  Other errors are
-    those of `Filesystem`.  `publish` is called with the changes of each call, as it is for tools.
+    A path is relative to the root, or absolute and below `root`.  A path that leads out by ".." raises SecurityError,
+    which is a ValueError and a PermissionError; a path that leads out by a symlink raises PermissionError.  Other
+    errors are those of `Filesystem`.  `publish` is called with the changes of each call, as it is for tools.
     """
 
     def __init__(self, filesystem: Filesystem, publish: Subscriber = lambda _event: None) -> None:
@@ -231,7 +231,7 @@ class DraftFilesystem:
     ) -> GrepResult:
         """Find lines by a regular expression, in files whose whole path matches `file_glob` and `glob_filter`.
 
-        Their "*" also matches slashes.  At most `max_matches` (None: all).
+        A "*" in these patterns also matches slashes.  Returns at most `max_matches` lines (None: all).
         """
         found = self.filesystem.grep(pattern, path=self._path(path or ""), max_matches=_EVERYTHING)
         globs = [each for each in (file_glob, glob_filter) if each is not None]

@@ -155,8 +155,8 @@ def export_state(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
 def import_state(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
     """Replace the state of `filesystem` by the archive at `path`.  If that fails, the state before is put back.
 
-    ArchiveError, before anything changes, for an archive that is refused; one with symlinks or special files is, if
-    `filesystem` cannot import itself.
+    Raises ArchiveError, before anything changes, if the archive is refused.  An archive with symlinks or special files
+    is refused if `filesystem` has no import of its own.
     """
     if isinstance(filesystem, SnapshotableFilesystem):
         filesystem.import_archive(path)

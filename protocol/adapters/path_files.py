@@ -221,7 +221,8 @@ def resolve(store: PathFiles, path: bytes, *, follow: bool = True, may_miss: boo
 def search_start(store: PathFiles, path: str) -> tuple[bytes, Callable[[bytes], str]]:
     """Return the path without symlinks at which a search of `path` begins, because trees do not follow symlinks.
 
-    The function gives what is found there the beginning `path` again.  The errors of `resolve`, which name `path`.
+    The returned function converts a path that was found there to a path that begins with `path`.  Raises the errors of
+    `resolve`, which name `path`.
     """
     normal = normalise(path)
     asked = encode(normal)

@@ -5,11 +5,11 @@ import of one of these modules loads its extension if all recorded sources are u
 imported from its source, as without extensions: an extension reads the fields of another one's objects directly, so
 they are used together or not at all.  With VFSD_COMPILED=0 in the environment the sources are used.
 
-The sources stay ordinary Python.  Rules for them, because mypyc compiles these differently:
+The sources stay ordinary Python.  They follow these rules, because mypyc compiles some constructs differently:
 
-- It accesses a value of type `dict` as a plain dict, without the methods that a subclass overrides, and copies any
-  mapping in `dict(mapping)` like that.  So a dict that an overlay replaces by a subclass has the type `MutableMapping`,
-  and is copied with `{**mapping}`.
+- mypyc accesses a value of type `dict` as a plain dict, without the methods that a subclass overrides, and
+  `dict(mapping)` copies any mapping in that way.  So a dict that an overlay replaces by a subclass has the type
+  `MutableMapping`, and is copied with `{**mapping}`.
 - A class that an interpreted one derives from is `mypyc_attr(allow_interpreted_subclasses=True)`, and so are its bases.
   Compiled classes derive from one class each: with two, methods of the second one would run with the wrong table.
 - Calls between compiled classes do not look the method up, so a test replaces a method by a subclass.
@@ -44,7 +44,7 @@ _OFF: Final = "VFSD_COMPILED"
 
 
 def extension_path(name: str) -> str:
-    """Return the place of the extension of module `name`: mypyc expects such a tree."""
+    """Return the path of the extension of module `name`, in the tree that mypyc expects."""
     return os.path.join(FOLDER, *name.split(".")) + EXTENSION_SUFFIXES[0]
 
 

@@ -5,8 +5,8 @@ runs when it changes its namespaces, and it imports only modules that load quick
 
 - It enters a mount namespace of its own, mounts SOURCE over TARGET there, changes into TARGET, and becomes the command.
   Mounts of the rest of the system still appear in the namespace; the mount over TARGET appears in no other one.
-- A user who may not do that gets a user namespace, too, in which only his own ids are mapped: programs such as sudo,
-  which change the user, do not work in it.
+- A user who may not do that gets a user namespace, too, in which only the user's own ids are mapped: programs such as
+  sudo, which change the user, do not work in it.
 - With an empty TARGET it makes no namespace, and changes into SOURCE.
 - If TARGET is a JSON object (`_Machine`), SOURCE becomes the root directory, with other parts of the machine mounted in
   it, and the command gets a namespace of processes, too.  Three processes then have the command's terminal: this one
@@ -179,13 +179,13 @@ class _Machine:
     # -- mounts ---------------------------------------------------------------------------------------
     def _build(self) -> None:
         """Make SOURCE the root directory."""
-        copies: dict[bytes, int | None] = {}  # made first, so that none has the mounts that follow in it
+        copies: dict[bytes, int | None] = {}  # made first, so that no copy contains the mounts below
         for kind, path in self._steps:
             if kind == "read-only":
                 copies[path] = _copy_if_reached(kind, path)
             elif kind in {"shared", "fixed", "workspace"}:
                 copies[path] = _copy(kind, path)
-        # sudo works in it, for those who may use it.
+        # sudo works in it, for users that may use sudo.
         clear = _MOUNT_ATTR_NOSUID if self._is_root else 0
         self._attach(_copy("workspace", self._source, clear=clear), self._source)
         os.chdir(self._source)

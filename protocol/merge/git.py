@@ -711,13 +711,14 @@ def _merged_file(git: PrivateGit, case: TextCase) -> TextResult:
 
 
 def certain_result(case: TextCase) -> TextResult | None:
-    """Return what `git_text_merge` would, if that is certain without git; a conflict has no content.  Else None.
+    """Return the result of `git_text_merge` if it is certain without git, else None.  A conflict has no content.
 
     Each side has replaced one run of lines of the base.  If no removed line is left in the side, and no added line is
-    in the base, only the lines above and below the run can be equal.  git's histogram diff aligns a line that the base
-    has once, which has one partner, and extends that block as far as the lines are equal: to the run, and to the end of
-    the text.  So with such a line above and one below, unless nothing is there, it finds exactly that run, and cannot
-    slide it.  Two runs with lines between them merge; others conflict, unless the sides are equal.
+    in the base, only the lines above and below the run can be equal.  git's histogram diff aligns a line that occurs
+    once in the base with its only equal in the side.  It extends that block as far as the lines are equal: to the run,
+    and to the end of the text.  So if such a line is above the run and another one below it (or no line at all is
+    there), git finds exactly that run, and cannot slide it.  Two runs with lines between them merge; others conflict,
+    unless the sides are equal.
 
     Source: xdiff/xhistogram.c, xdl_change_compact in xdiff/xdiffi.c and xdl_do_merge in xdiff/xmerge.c of git.
     """

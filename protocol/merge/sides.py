@@ -60,7 +60,8 @@ class Trees(Value):
         if old_tree is new_tree and old.path == new.path:
             return True
         if old.path == new.path:
-            # Only an overlay over a stored snapshot, for example, knows that it has the content of one in the store.
+            # Both trees are asked: only an overlay over a stored snapshot, for example, knows which of its contents the
+            # store has.
             for one, other in ((new_tree, old_tree), (old_tree, new_tree)):
                 comparing = comparer(one)
                 same = None if comparing is None else comparing.same_content(new.path, other)

@@ -115,7 +115,7 @@ def user_path(agent: str) -> str:
 def hook_commands(agent: str) -> dict[str, str]:
     """Return for each event of the agent the shell command of its hook.
 
-    That of a snapshot never fails: a failed hook would be reported to the agent.
+    The command for a snapshot never fails: a failed hook would be reported to the agent.
     """
     copy_for_agent, keep = shlex.join(_command("claude_worktree.py")), shlex.join(_command("agent_hook.py", agent))
     return {

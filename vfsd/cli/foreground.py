@@ -1,9 +1,9 @@
-"""A command in the foreground, in whose mounts a workspace is: `vfsd run`.
+"""Run a command in the foreground, with a workspace among its mounts: `vfsd run`.
 
 The command runs as a shell runs it: with this process's terminal, signals and job control.  It is in this process's
-group, so the terminal's signals reach it directly, and this process only waits.  It stops when the command stops, so
-that the shell takes over after Ctrl-Z, also if the command reads Ctrl-Z as a key and stops itself, as full-screen
-programs do.
+group, so the terminal's signals reach it directly, and this process only waits.  This process stops when the command
+stops, so that the shell takes over after Ctrl-Z.  That includes full-screen programs, which read Ctrl-Z as a key and
+stop themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NotStartedError(OSError):
 class Ended:
     """How a command ended: its status as a shell reports it, and the last signal that this process passed on.
 
-    `failure`: a clause that says so, if it failed.
+    `failure`: how the command failed, as a clause; meaningless if it succeeded.
     """
 
     def __init__(self, status: int, passed_on: int | None) -> None:
@@ -60,7 +60,7 @@ def _signal_name(number: int) -> str | None:
 def run_in_foreground(
     command: Sequence[str], source: str, target: str | None, environment: Mapping[str, str], *, output_fd: int = 1
 ) -> Ended:
-    """Run `command` in `target`, over which `source` is mounted for it alone; return when it has ended.
+    """Mount `source` over `target` for `command` alone, run it there, and return when it has ended.
 
     Without `target` it runs in `source`.  `target` may also be a plan of mounts: see `private_mount`.
     NoPrivateMountError, NotStartedError.

@@ -257,9 +257,9 @@ def merge_command(
     back.  A git repository that only one side has changed is taken whole.  If both have, this workspace keeps its own,
     gets the branches of FORK as refs/vfsd/FORK/*, and the command prints how to merge them with git.
 
-    FORK does not change, and can go on and be merged again: the next merge offers what it has changed since. A merge
-    that is limited to PATHs changes only these, and no other hard link of a file there. It is not remembered: the next
-    merge without PATHs compares everything again.
+    FORK does not change, and can go on and be merged again: the next merge offers the changes that FORK has made since.
+    A merge that is limited to PATHs changes only these, and no other hard link of a file there. It is not remembered:
+    the next merge without PATHs compares everything again.
 
     Files get the times that they have in FORK.  The command counts those that are older than what they replaced, which
     a build may not notice; --touch gives all files whose content it changes the present time.
@@ -317,8 +317,8 @@ def conflicts_command(app: App, forks: tuple[str, ...], watch: bool) -> None:
     its source, and the forks of that.  Nothing is changed.
 
     On a terminal, a table shows for each pair how many paths both have changed, and how many conflicts a merge of one
-    into the other would have ("3, 1 conflict"). A list of the conflicts follows. For an overlay it also has the paths
-    that another program has changed in the directory below as well: `vfsd apply` would refuse them.
+    into the other would have ("3, 1 conflict"). A list of the conflicts follows. For an overlay, the list also has the
+    paths that another program has changed in the directory below, too: `vfsd apply` would refuse them.
 
     In a pipe each pair is a line with columns that are separated by tabs: the two names, the number of paths, the
     number of conflicts, and the paths in conflict, separated by spaces.
@@ -427,7 +427,7 @@ def revert_command(
 ) -> None:
     """Undo what changed between two states, and keep everything later.
 
-    SINCE and UNTIL are snapshots; without UNTIL it is the present state. A restore goes back to a state, and undoes
+    SINCE and UNTIL are snapshots; UNTIL defaults to the present state. A restore goes back to a state, and undoes
     everything later, too. A revert undoes only the changes between two states, and keeps the later ones: text that was
     changed again since is merged by lines, as git does.
 
@@ -583,14 +583,15 @@ def apply_command(
     If it is killed later, the next apply, or the next mount of the directory, completes it and reports that.
 
     An overlay that was mounted with --frozen is merged with the directory instead, as `vfsd merge` does: it combines
-    the changes of both sides, and what was changed only there stays. --conflicts says what happens to a path that
-    cannot be merged: "fail" writes nothing and lists the conflicts (exit status 1), "ours" keeps the directory's
-    version, "theirs" takes the workspace's version (as --force does), and "markers" writes both versions into text
-    files; of other files it keeps the workspace's version as PATH~theirs. `vfsd attach DIR` and `vfsd restore --undo`
-    take such an apply back.
+    the changes of both sides, and changes that were made only in the directory stay. --conflicts says what happens to a
+    path that cannot be merged: "fail" writes nothing and lists the conflicts (exit status 1), "ours" keeps the
+    directory's version, "theirs" takes the workspace's version (as --force does), and "markers" writes both versions
+    into text files; of other files it keeps the workspace's version as PATH~theirs. `vfsd attach DIR` and `vfsd restore
+    --undo` take such an apply back.
 
-    If a git repository was changed on both sides, its files are not written, not even with --force: it gets the
-    branches of the workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with git.
+    If a git repository was changed on both sides, its files are not written, even with --force. The repository in the
+    directory gets the branches of the workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with
+    git.
 
     A file keeps the time at which the workspace changed it, so a build that ran in the directory since then does not
     notice it: --touch gives all files whose content is written the present time, there and in the workspace.

@@ -88,7 +88,7 @@ _CHOICES: Final = {
     vfsd run --apply -- make fmt
     vfsd run --discard -- sh -c 'npm install && npm test'
     vfsd run --keep -- ./migrate.sh        # look at it later: vfsd apply -w NAME --dry-run
-    vfsd run --frozen -- claude            # go on working here: it sees the directory as it is now
+    vfsd run --frozen -- claude            # go on working here: claude sees the directory as it is now
     vfsd run --system -- bash              # changes to the whole machine, installed packages included
     vfsd run --system --keep --name try -- apt-get install cowsay
     """,
@@ -97,11 +97,11 @@ _CHOICES: Final = {
 @click.option("--apply", "apply_it", is_flag=True, help="Apply the changes at the end, without asking.")
 @click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
 @click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
-@click.option("--frozen", is_flag=True, help="Show the directory as it is now, whatever changes in it later.")
+@click.option("--frozen", is_flag=True, help="Show the directory as it is now, without later changes in it.")
 @click.option(
-    "--persist/--no-persist", default=True, help="Keep a journal of the changes on disk, which is the default, or not."
+    "--persist/--no-persist", default=True, help="Keep a journal of the changes on disk (the default), or keep none."
 )
-@click.option("--name", type=NAME, help="Name the workspace; with the name of one that was kept, run in that again.")
+@click.option("--name", type=NAME, help="Name the workspace; if one of that name was kept, run in it again.")
 @click.option("--max-bytes", type=SIZE, metavar="SIZE", help=declared_options()["max_bytes"][1].text)
 @click.option("--system", is_flag=True, help="Run on an overlay of the whole machine instead of the current directory.")
 @click.option("--private-tmp", is_flag=True, help="With --system: give the command an empty /tmp, in memory.")
@@ -136,12 +136,13 @@ def run_command(
     The overlay stays for processes that the command leaves in the background, as long as they use it.  After SIGTERM or
     SIGHUP the changes are kept, not applied.  With --apply they are also kept if the command failed.
 
-    With --system the overlay covers the root directory and every other local file system, with the rights that this
-    user has. File systems of other kinds, such as NFS, are read-only; vfsd says which. /dev, /run, /sys, /tmp, sockets
+    With --system the overlay covers the root directory and every other local file system. The command has the rights of
+    this user. File systems of other kinds, such as NFS, are read-only; vfsd says which. /dev, /run, /sys, /tmp, sockets
     and the network are the machine's own: changes there are real, and not in the overlay. For root, device files cannot
     be made or removed, and /sys and /proc/sys are read-only. Changes to /var/log and to the profiles of browsers are
     forgotten at the end. vfsd's own journals and snapshots look empty. The command sees only processes that it started,
-    and all of them end with it. It protects against accidents, not against an adversary who is root.
+    and all of them end with it. --system protects against accidents. It does not stop a program that runs as root and
+    looks for a way out.
 
     Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
     N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,

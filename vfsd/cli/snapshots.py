@@ -469,8 +469,8 @@ def diff_command(
     With --against, the changes lead from this workspace to FORK, which is the name of a running workspace or a path in
     it: a fork of this workspace, its source, or another fork of the same source.
 
-    --summary begins with the files that a person may have to read. One line each follows for `.git`, for directories
-    that are new, removed or ignored by git, and for new files that git ignores.
+    --summary begins with the files that a person may have to read. After them, there is one line each for `.git`, for
+    directories that are new, removed or ignored by git, and for new files that git ignores.
 
     PATHs, after `--`, limit the output to these paths and what is below them.  They are relative to the current
     directory if that is in the workspace, else to the workspace's root; or absolute.

@@ -601,7 +601,7 @@ def _show_journal(facts: dict[str, Any]) -> None:
 def drop_journal_command(app: App, name: str | None, journal_dir: str | None) -> None:
     """Remove a journal, with the content and the snapshots in it.  Asks on a terminal.
 
-    Of an overlay that was mounted with --frozen, the snapshot of the directory is removed, too.
+    For an overlay that was mounted with --frozen, the command also removes the snapshot of the directory.
     A journal that a daemon uses is not removed, and neither is any other file in its directory.
     """
     directory = _directory(name, journal_dir)

@@ -91,7 +91,7 @@ def _absolute_backend(spec: BackendSpec, mountpoint: str) -> BackendSpec:
     if spec.lower_layer == "archive":
         return replace(spec, argument=_archive_below(spec.argument, mountpoint))
     if spec.lower_layer == "directory" and not os.path.abspath(spec.argument).strip("/"):
-        return replace(spec, argument="/")  # which is shown without the mounts in it
+        return replace(spec, argument="/")  # `/` is shown without the mounts in it
     return replace(spec, argument=_host_directory(spec.argument, mountpoint)) if spec.is_path else spec
 
 

@@ -187,8 +187,8 @@ class MountedVolume:
     def check_attached(self) -> None:
         """Raise NotMountedError if the directory that was attached is not at its path any more.
 
-        The volume still leads to that directory: without this, a snapshot would save it, and a restore change it, while
-        programs use another one at its path.
+        The volume still refers to that directory.  Without this check, a snapshot would save the old directory, and a
+        restore would change it, while programs use the new one at its path.
         """
         if self.is_attached:
             os.close(self.root.open())

@@ -1,7 +1,7 @@
 """The agents that vfsd has hooks for, and the states that these hooks keep.
 
-`AGENTS` says where each agent has its settings, and how its hooks call their events and the members of their input.  A
-state is the snapshot of a moment (`AgentPoint`), which its tag describes:
+`AGENTS` says where each agent has its settings, and which names its hooks give to events and to the members of their
+input.  A state is the snapshot of a moment (`AgentPoint`), which its tag describes:
 
     claude:tool session=0f3a... prompt=77c1... id=toolu_01...: Bash: npm test
     codex:prompt session=0f3a... prompt=77c1...: add a test for the parser
@@ -9,8 +9,8 @@ state is the snapshot of a moment (`AgentPoint`), which its tag describes:
 The log of a workspace has a label like this one for each change that a call made: "claude toolu_01...: Bash: npm test".
 
 A hook also notes which process is the agent of which session, in the directory `agents` next to the sockets, so that
-`vfsd rewind` in a command of the agent knows the session that asks.  For an agent that gives its calls no ids, the hook
-before a call notes there an id for the hook after it.
+`vfsd rewind` in a command of the agent knows the session that asks.  If an agent gives its calls no ids, the hook
+before a call writes an id there, for the hook after the call.
 
 Start-up: a hook imports this module, so it imports little.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any, Final, TypedDict
 
     class Agent(TypedDict):
-        """An agent with hooks.  None of them prints anything: agents add it to the conversation, or expect JSON."""
+        """An agent with hooks.  A hook prints nothing: agents add its output to the conversation, or expect JSON."""
 
         title: str
         project_file: str  # its settings in the project's directory
@@ -246,7 +246,8 @@ def call_of_label(label: str | None) -> str:
 def identified(agent: str, event: dict[str, Any], process: int, directory: str) -> dict[str, Any]:
     """Return `event` with an id for its tool call, if the agent gave none.  OSError.
 
-    It is made of the call's input and of the time when it began: that of a note, which the hook after the call removes.
+    The id is made of the call's input and its start time.  A note has that time; the hook after the call removes the
+    note.
     """
     kind = kind_of(agent, event)
     session, _, call, tool, arguments = AGENTS[agent]["members"]

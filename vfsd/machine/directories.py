@@ -83,9 +83,10 @@ def journal_names() -> list[str]:
 
 
 def bases_of_journals() -> dict[str, str]:
-    """Return a reason to keep a snapshot, by its fingerprint: no journal that is over it could be mounted without it.
+    """Return, by fingerprint, why to keep each snapshot that a journal is over.
 
-    Journals that --journal-dir put elsewhere are not found.  Nothing can be read from one whose header is damaged.
+    Without the snapshot, the journal cannot be mounted.  Journals that --journal-dir put elsewhere are not found, and
+    neither are journals whose header is damaged.
     """
     # Start-up: few callers need it.
     from protocol.journal.directory import read_identity  # noqa: PLC0415

@@ -224,8 +224,8 @@ class DiffResult(msgspec.Struct):
     """Result of `diff`.  `counts` covers all changes that the patterns select.  With `against`, `a` is "" and `b` the
     name of the other workspace.
 
-    `problems`: files that another program changed below an overlay after a snapshot, whose content there is lost; and
-    in mode "stat" those that cannot be read.
+    `problems`: files that another program changed below an overlay after a snapshot, so that their content in the
+    snapshot is lost; in mode "stat" also files that cannot be read.
 
     Mode "patch": `problems` are changes that the patch cannot express; `omitted` are those that git does not track
     (empty directories, the content of `.git`).  Both together list at most CHANGES_LISTED.  `patch_bytes` is the size.

@@ -158,7 +158,7 @@ _QUERY: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
     "as": ("image: send the media type of a PNG, JPEG, GIF or WebP image.", {"enum": ["image"]}),
 }
 _HIDDEN_NAMES: Final = (
-    "How many names the policy of the workspace hides, which the archive lacks, without those below a hidden directory."
+    "How many names the archive lacks because the policy hides them. Names below a hidden directory are not counted."
 )
 
 

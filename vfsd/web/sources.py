@@ -39,7 +39,7 @@ _INDEX_BYTES: Final = 1 << 30  # of memory, for reading the index of an archive
 
 
 class ArchiveFile(NamedTuple):
-    """`hidden`: how many names the policy of the workspace hides, which the archive lacks."""
+    """`hidden`: how many names the archive lacks because the policy of the workspace hides them."""
 
     path: str
     hidden: int = 0

@@ -142,7 +142,7 @@ class OverlayApply:
         self._done: set[bytes] = set()
         self._in_place: set[bytes] = set()  # files below that only get other attributes
         # The inodes whose ctime this run changes, with their identity before.
-        # What `_touch` has recorded: the descriptor of an inode or its identity now, and that before.
+        # The values that `_touch` recorded: an open descriptor or the current identity, and the identity before.
         self._touched: dict[tuple[int, int], tuple[Handle | Identity, Identity]] = {}
         self._linked: set[tuple[int, int]] = set()  # inodes whose staged links are put in place later
         self._times: dict[tuple[int, int], int] = {}  # the mtime that this run gives to an inode
@@ -643,8 +643,8 @@ class OverlayApply:
         self._lower.moving.add(key)
 
     def _settle(self, key: tuple[int, int]) -> None:
-        """Close the descriptor of a touched inode after a step, because there may be more of them than a process may
-        have.  If another step touches the inode again, that opens it again; one with staged links stays open.
+        """Close the descriptor of a touched inode after a step, because a process may not have descriptors for all of
+        them.  A later step that touches the inode opens it again.  An inode with staged links stays open.
         """
         held, before = self._touched.get(key, (None, None))
         if isinstance(held, Handle) and before is not None and key not in self._linked:

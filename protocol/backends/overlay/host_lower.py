@@ -51,7 +51,7 @@ _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, 
 
 def directory_fingerprint(descriptor: int) -> str:
     """Return the identity of a directory, which stays the same when it is moved."""
-    # An inode number is used again after the directory was removed; the time at which it was made differs then.
+    # A new directory may get the inode number of a removed one, but never its birth time.
     return f"directory {os.fstat(descriptor).st_ino}, made at {birth_ns(descriptor)} ns"
 
 
@@ -168,7 +168,7 @@ class MachineLower(HostLower):
     """The root directory of this machine, and the file systems mounted at `mounts` below it: paths relative to it.
 
     The mountpoint of any other mount, and each directory in `closed`, is shown as an empty file or directory.  No call
-    reaches another mount, not even a stat: the daemon's own mount is among them, and it cannot answer meanwhile.
+    reaches another mount, not even a stat: one of them is the daemon's own mount, which cannot answer during the call.
     (Without openat2, before Linux 5.6, only `closed` keeps a call from one.)  `log` is the path of the intent log.
     """
 

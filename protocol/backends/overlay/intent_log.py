@@ -89,7 +89,7 @@ def _named(paths: Sequence[bytes]) -> str:
 class ApplyIntentLog:
     """The intent log of one apply, locked.  `before` is called before each change on the disk.
 
-    `path` is its own, relative to the lower directory.
+    `path` is the path of the log, relative to the lower directory.
     """
 
     def __init__(self, root: int, path: bytes, directory: Handle, before: Callable[[], None]) -> None:

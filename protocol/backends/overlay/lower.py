@@ -238,7 +238,7 @@ class LowerFile(ABC):
         return self.identity[2]
 
     def same_content(self, other: Tree, path: bytes) -> bool | None:  # noqa: ARG002
-        """Return whether `other` has the same content at `path`; None if only reading both tells."""
+        """Return whether `other` has the same content at `path`; None if only reading both files can tell."""
         return None
 
     @property

@@ -301,7 +301,7 @@ def describe_interrupted(stored: Stored) -> str | None:
 def intent_log_of(options: MountOptions) -> bytes:
     """Return the path of an apply's intent log, relative to the backend's directory.
 
-    For `/` it is in the home directory of a user who is not root, and may not write into the root.
+    For `/`, root's log is in `/`.  Other users may not write there, so a user's log is in the user's home directory.
     """
     if options.workspace.backend.argument != "/" or os.geteuid() == 0:
         return INTENT_LOG_NAME

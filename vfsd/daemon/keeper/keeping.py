@@ -14,7 +14,7 @@ Invariants:
    after `DEATHS_MAX` deaths in a row of daemons that answered nothing (`deaths_in_a_row`).  Then the descriptor is
    closed, so programs get ENOTCONN.
 4. After an upgrade (`RELEASED`) it ends with its daemon, whatever the status.  Until then it leaves the mount's
-   descriptor alone: a request that it had the kernel send again would be executed twice.
+   descriptor alone: if it made the kernel send a request again, that request would be executed twice.
 5. A signal to end that reaches the keeper reaches the daemon, also if it comes between two daemons.
 6. In a unit of systemd the keeper is the main process.  It passes on what the daemon notifies, feeds the watchdog while
    it runs, and kills a daemon that does not feed it any more, as systemd would do with a main process.

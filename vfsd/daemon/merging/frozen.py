@@ -1,12 +1,13 @@
 """`vfsd apply` of a frozen overlay: merge its changes into the directory that its base was taken of.
 
-A three-way merge: the base is that of the overlay, ours the directory as it is now, theirs the live state.  It is put
-in place as a merge into a workspace host:DIR is, by the same code.  So each file is replaced atomically, what programs
-write in the directory meanwhile is not overwritten, a merge that was interrupted is completed by the next one, and it
-is an undo step of the directory (`vfsd attach DIR`, `vfsd restore --undo`).
+This is a three-way merge: the base is that of the overlay, ours is the directory as it is now, theirs is the live
+state.  The code that merges into a workspace host:DIR puts the result in place.  So each file is replaced atomically,
+and changes that programs make in the directory meanwhile are not overwritten.  The next merge completes one that was
+interrupted.  Each merge is an undo step of the directory (`vfsd attach DIR`, `vfsd restore --undo`).
 
-Afterwards the overlay's base has the changes of theirs that the directory took over, as the base of git's next merge
-has those of a branch that was merged.  The workspace still does not see what changed in the directory.
+Afterwards the overlay's base also has the changes that the directory took over from theirs.  In git it is the same:
+after a merge, the base of the next merge has the changes of the merged branch.  The workspace still does not see what
+changed in the directory.
 
 Threading: the serving loop; the merge runs in a worker thread, on immutable trees.
 """
@@ -53,7 +54,7 @@ class Merged:
 
 
 class FrozenApply:
-    """The applies of the frozen overlay `volume` that `mounted` has, of the workspace `name`.
+    """Applies the frozen overlay `volume` of the workspace `name`, which `mounted` serves.
 
     `open_directory`: see `vfsd.daemon.backends.registry.Backend`.
     """
@@ -145,7 +146,7 @@ class FrozenApply:
     def _plan(
         base: Tree, ours: Tree, theirs: Tree, paths: Sequence[bytes], policy: Policy, call: CallContext
     ) -> tuple[Plan, list[Change], set[bytes]]:
-        """Return the merge, the changes of the workspace that it is about, and the paths of all.  A worker thread."""
+        """Return the merge, the workspace's changes in it, and the paths of all changes.  Runs in a worker thread."""
         # Start-up: the first call on the control socket does not wait for this import.
         from protocol.merge.three_way import merge  # noqa: PLC0415
 

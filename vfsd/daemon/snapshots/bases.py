@@ -1,14 +1,14 @@
 """Bases: snapshots in a store that are kept for as long as a fork, a merge or a frozen overlay needs them.
 
-A *frozen* overlay (`vfsd mount --frozen`) is over a snapshot of its directory.  While it runs, its lease keeps that
-(`protocol.store.trees`), whether the snapshot has a name or not.  Its journal needs the name: only by this does the
-next mount find the snapshot.
+A *frozen* overlay (`vfsd mount --frozen`) is over a snapshot of its directory.  While the overlay runs, its lease keeps
+the snapshot (`protocol.store.trees`), with or without a name.  A journal needs the name, because the next mount finds
+the snapshot by it.
 
 Invariants:
 
 - The base of a frozen overlay has a name as long as a journal of the workspace exists.
-- Without a journal, the daemon drops the name when it ends.  If it was killed, the next frozen mount of the directory
-  does, the next fork or mount of host:DIR, or `vfsd store gc`.
+- Without a journal, the daemon drops the name when it ends.  If the daemon was killed, the first of these drops it: a
+  frozen mount of the directory, a fork or mount of host:DIR, or `vfsd store gc`.
 - With --journal-dir, nothing finds the journal.  So the base is of the kind "user", and only the end of this
   workspace, or of its journal, drops it.
 
@@ -45,7 +45,7 @@ _BASES_WAIT_S: Final = 1.0
 def drop_unused_bases(store: Store, key: str, keep: Collection[str] = (), only: StateId | None = None) -> list[str]:
     """Drop the snapshots of workspace `key` that were kept for forks, merges or frozen overlays that have ended.
 
-    Of the states that were forked, those in `keep` stay, and with `only` all but that one.  Return their names.
+    Bases of forks in `keep` stay; with `only`, drop just that base.  Return the names of the dropped snapshots.
     Snapshots that cannot be dropped now are left for the next call.
     """
     dropped: list[str] = []

@@ -275,10 +275,10 @@ def interrupted(stored: Stored) -> Interrupted | None:
 
 @contextlib.contextmanager
 def applying(stored: Stored, keep_going: Callable[[], None] | None) -> Iterator[str | None]:
-    """Inside the block, no other frozen overlay is applied to the directory, also by other processes.
+    """Keep other frozen overlays, in any process, from being applied to the directory during the block.
 
-    First complete such an apply that was interrupted; the value is a sentence about it, None if there was none.  If
-    another one runs, wait for its end, and call `keep_going` often; without `keep_going`, do nothing.  OSError.
+    First complete an apply that was interrupted.  The value is a sentence about that apply, None if there was none.  If
+    another apply runs, wait for its end, and call `keep_going` often; without `keep_going`, do nothing.  OSError.
     """
     stored.store.check_apart(stored.source.identity)
     stored.store.layout.create()
@@ -306,7 +306,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _finished(stored: Stored) -> str | None:
-    """Complete an apply that was interrupted, and drop what others left that had not begun to write.
+    """Complete an interrupted apply, and drop the staged states of applies that had not begun to write.
 
     Each path has its old or its new state; a path that programs changed since stays.
     """
@@ -343,7 +343,7 @@ def check_journals(source: Source, found: Sequence[Change]) -> None:
 
 
 def _path_below(identity: tuple[int, int], path: str) -> bytes | None:
-    """Return the path of the directory `path` below the directory (st_dev, st_ino), with a slash; None if it is not."""
+    """Return the path of `path` below the directory (st_dev, st_ino), with a slash; None if it is elsewhere."""
     above, below = path, ""
     while True:
         with contextlib.suppress(OSError):

@@ -431,8 +431,8 @@ async def connect(service: PodmanService) -> PodmanConnection:
 
 
 _PROGRAM: Final = b"conmon"
-# conmon reports the command's end before it begins to wait; the gap can be seconds. The pauses between the
-# tries double from the first to the longest, and add up to a minute: a busy machine may take that long.
+# conmon reports the command's end before it begins to wait; the gap can be seconds. The pauses between the tries double
+# up to the longest one. All tries together take a minute, because a busy machine may need it.
 _TRIES: Final = 67
 _MONITOR_PAUSE_S: Final = 0.01
 _MONITOR_LONGEST_PAUSE_S: Final = 1.0
