@@ -41,6 +41,7 @@ import msgspec
 import trio
 
 from protocol.adapters.host_files import HostFiles, wait_for_lock
+from protocol.adapters.path_files import PathFilesTree
 from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.adapters.trees import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
@@ -244,7 +245,10 @@ class FsMethods:
         threads: trio.CapacityLimiter | None = None,
         umask: int | None = None,
     ) -> T:
-        """Call `work` on the mount in a worker thread, as any program would.  `umask`: of a client that changes it."""
+        """Call `work` on the mount in a worker thread, as any program would.  `umask`: of a client that changes it.
+
+        Each system call is a step of its own, so other programs may make changes in between.
+        """
         root, read_only, mounted = self._options.mountpoint, self._options.read_only, self._mounted
 
         def run() -> T:
@@ -253,7 +257,8 @@ class FsMethods:
                     files = HostFiles(root, read_only=read_only, mount=mounted.root.mount)
                 else:
                     files = _ServedFiles(mounted, read_only=read_only, umask=umask)
-                return work(fs_calls.directory_context(files, keep_going))
+                tree = PathFilesTree(files, with_xattrs=False)
+                return work(ToolContext(PathFilesystem(files), tree=lambda: nullcontext(tree), keep_going=keep_going))
 
         with self._mounted.using_mount():
             return await trio.to_thread.run_sync(run, limiter=threads)

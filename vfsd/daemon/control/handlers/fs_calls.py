@@ -12,18 +12,14 @@ import itertools
 import os
 import stat
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from protocol.adapters.host_files import HostFiles
-from protocol.adapters.path_files import PathFilesTree
-from protocol.adapters.path_filesystem import PathFilesystem
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, CallLimitError, encode, normalise
-from protocol.search.walk import CancelCheck, never_cancelled
+from protocol.search.walk import CancelCheck
 from protocol.tool_messages import (
     EditFileParams,
     EditFileResult,
@@ -56,15 +52,6 @@ _SLICE: Final = 256  # entries of an answer that are encoded in one step: less t
 _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncated"
 
 P = TypeVar("P", EditFileParams, GlobParams, GrepParams, RmParams)
-
-
-def directory_context(files: HostFiles, keep_going: CancelCheck = never_cancelled) -> ToolContext:
-    """The context for a directory of this host, which may be a mount.
-
-    Each system call is a step of its own, so other programs may make changes in between.
-    """
-    tree = PathFilesTree(files, with_xattrs=False)
-    return ToolContext(PathFilesystem(files), tree=lambda: nullcontext(tree), keep_going=keep_going)
 
 
 # -- reading ---------------------------------------------------------------------------------------
