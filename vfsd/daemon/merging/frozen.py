@@ -24,7 +24,7 @@ from protocol.diff.tree_diff import Change, changes, is_at_or_below
 from protocol.tree import Tree
 from protocol.volume_extensions import ApplyConflict, OverlaidVolume
 from vfsd.daemon.attached import NoEngine
-from vfsd.daemon.merging.plan import Plan, conflict_record, keep_going_of, put, retried
+from vfsd.daemon.merging.plan import Plan, keep_going_of, plan_of, put, retried
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import OVERLAY, SnapshotService, entered, in_answer_thread, in_thread, open_snapshots
 from vfsd.daemon.snapshots.store_restore import applying
@@ -152,14 +152,10 @@ class FrozenApply:
 
         keep_going = keep_going_of(call)
         done = merge(base, ours, theirs, paths=paths, policy=policy, keep_going=keep_going)
-        refuses = policy == "fail" and bool(done.conflicts)
-        conflicts = list(map(conflict_record, done.conflicts))
-        marked = [each.path for each in done.conflicts if policy == "markers" and not each.kept_as]
         every = list(changes(base, theirs, keep_going=keep_going))
         scopes = frozenset(paths or [b""])
         found = [change for change in every if is_at_or_below(change.path, scopes)]
-        made = Plan(done.tree, done.changes, conflicts, refuses, done.repositories, marked)
-        return made, found, {change.path for change in every}
+        return plan_of(done, policy, done.repositories), found, {change.path for change in every}
 
 
 def _words(conflict: ConflictRecord) -> str:

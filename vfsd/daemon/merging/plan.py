@@ -23,7 +23,9 @@ from vfsd.wire.options import WorkspaceOptions
 
 if TYPE_CHECKING:
     from protocol.merge.sides import Conflict
+    from protocol.merge.three_way import Merge
     from vfsd.daemon.control.calls import CallContext
+    from vfsd.operations.forks import Conflicts
 
 T = TypeVar("T")
 
@@ -50,6 +52,13 @@ class Plan(Value):
         directories = [change.path for change in self.changes if _is_directory_metadata(change)]
         paths = outermost([change.path for change in self.changes if not _is_directory_metadata(change)])
         return NewState(before, self.tree, self.changes, paths, directories, source, merged)
+
+
+def plan_of(done: Merge, policy: Conflicts, repositories: Sequence[bytes]) -> Plan:
+    """Return the plan that a merge with this policy makes."""
+    refuses = policy == "fail" and bool(done.conflicts)
+    marked = [each.path for each in done.conflicts if policy == "markers" and not each.kept_as]
+    return Plan(done.tree, done.changes, list(map(conflict_record, done.conflicts)), refuses, repositories, marked)
 
 
 class ChangedMeanwhileError(Exception):

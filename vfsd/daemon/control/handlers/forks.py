@@ -47,7 +47,7 @@ from vfsd.daemon.forks.forks import Forks, Steps
 from vfsd.daemon.merging.delta import differences, write_delta
 from vfsd.daemon.merging.lineage import with_merged
 from vfsd.daemon.merging.other import Other, OtherWorkspaces
-from vfsd.daemon.merging.plan import Plan, check_writable, conflict_record, keep_going_of, put, retried
+from vfsd.daemon.merging.plan import Plan, check_writable, keep_going_of, plan_of, put, retried
 from vfsd.daemon.merging.trees import EmptyTree, LayeredTree, SourceStates
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import (
@@ -137,12 +137,8 @@ class MergeMethods:
                 keep_going=keep_going,
                 text_merge=text_merge,
             )
-            refuses = params.conflicts == "fail" and bool(done.conflicts)
-            conflicts = list(map(conflict_record, done.conflicts))
             repositories = done.repositories if not is_whole else _with_missing(done.repositories, other, ours)
-            has_markers = params.conflicts == "markers"
-            marked = [each.path for each in done.conflicts if has_markers and not each.kept_as]
-            return Plan(done.tree, done.changes, conflicts, refuses, repositories, marked)
+            return plan_of(done, params.conflicts, repositories)
 
         step = f"merge {params.fork.name}"
         # A merge of some paths only is not recorded: the next merge compares all with the same base.
