@@ -106,5 +106,6 @@ def drop_journal_and_base(directory: str) -> None:
     with contextlib.suppress(OSError):  # a damaged one is removed, too
         identity = read_identity(directory) if has_journal(directory) else {}
     drop_journal(directory)
-    with Store() as store:
-        drop_frozen(store, str(identity.get("workspace")), str(identity.get("below")))
+    if "below" in identity:
+        with Store() as store:
+            drop_frozen(store, str(identity.get("workspace")), str(identity["below"]))
