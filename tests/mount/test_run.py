@@ -205,6 +205,8 @@ def test_the_document(project: Path) -> None:
         (["--", "no-such-program"], 127, "not installed, or not in $PATH; nothing was started: no-such-program"),
         (["--", "/etc/passwd"], 126, "Permission denied: /etc/passwd"),
         (["--apply", "--keep", "--", "true"], 2, "--apply and --keep exclude each other"),
+        (["--private-tmp", "--", "true"], 2, "--private-tmp is for --system"),
+        (["--frozen", "--system", "--", "true"], 2, "--frozen is for a directory, not for --system"),
         ([], 2, "Missing argument"),
         (["-w", "x", "--", "true"], 2, "`vfsd exec` runs a command in one"),
     ],

@@ -263,6 +263,10 @@ def test_the_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     manager = FilesystemSnapshot(InMemoryFilesystem())
     assert manager.snapshot("one").archive_path == tmp_path / "wink-fs-snapshots" / "one.fs.zip"
+    (tmp_path / "wink-fs-snapshots").rename(tmp_path / "elsewhere")
+    (tmp_path / "wink-fs-snapshots").symlink_to(tmp_path / "elsewhere")  # of somebody else, perhaps
+    with pytest.raises(PermissionError, match="pass a snapshot_dir"):
+        FilesystemSnapshot(InMemoryFilesystem())
 
 
 def test_tools_answer_with_an_object() -> None:
