@@ -564,7 +564,7 @@ def _is_refused(answer: MergeResult | RevertResult, *, dry_run: bool) -> bool:
     type=click.Choice(["fail", "ours", "theirs", "markers"]),
     default="fail",
     show_default=True,
-    help="Of a frozen overlay: what to do with paths that were changed in the directory, too, and cannot be merged.",
+    help="For a frozen overlay: what to do with paths that both sides changed and that cannot be merged.",
 )
 @touch_option
 @click.pass_obj
@@ -586,8 +586,8 @@ def apply_command(
     the changes of both sides, and changes that were made only in the directory stay. --conflicts says what happens to a
     path that cannot be merged: "fail" writes nothing and lists the conflicts (exit status 1), "ours" keeps the
     directory's version, "theirs" takes the workspace's version (as --force does), and "markers" writes both versions
-    into text files; of other files it keeps the workspace's version as PATH~theirs. `vfsd attach DIR` and `vfsd restore
-    --undo` take such an apply back.
+    into text files. For other files, "markers" keeps the workspace's version as PATH~theirs. `vfsd attach DIR` and
+    `vfsd restore --undo` take such an apply back.
 
     If a git repository was changed on both sides, its files are not written, even with --force. The repository in the
     directory gets the branches of the workspace as refs/vfsd/WORKSPACE/*, and the command prints how to merge them with

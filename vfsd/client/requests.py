@@ -262,9 +262,9 @@ class Requests:
         If other programs changed one of these files there, nothing is written unless `force` is set; see
         `Applied.conflicts`.  `touch`, as for `restore`, holds for the workspace and the directory.
 
-        A workspace that was mounted with `frozen` is merged with the directory instead, and `conflicts` says what
-        happens to paths that cannot be merged: "fail" writes nothing, "ours" keeps those of the directory, "theirs"
-        takes those of the workspace (as `force` does), "markers" is as for `merge`.
+        A workspace that was mounted with `frozen` is merged with the directory instead. `conflicts` says what happens
+        to paths that cannot be merged: "fail" writes nothing, "ours" keeps those of the directory, "theirs" takes those
+        of the workspace (as `force` does), "markers" is as for `merge`.
         """
         params = ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force, conflicts=conflicts, touch=touch)
         return RemoteCall("apply", params, _to("Applied"))

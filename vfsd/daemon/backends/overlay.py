@@ -166,7 +166,7 @@ def _open_archive(path: str, max_memory: int) -> TreeLower:
 
 # -- a frozen base ----------------------------------------------------------------------------------
 def _is_frozen(options: MountOptions) -> bool:
-    """Whether the base is a snapshot of the directory.  The journal of such an overlay says so, too.
+    """Return whether the base is a snapshot of the directory, as `options` or the journal of the overlay say.
 
     ValueError for --frozen with the journal of an overlay over the directory itself.
     """

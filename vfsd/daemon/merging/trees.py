@@ -279,7 +279,7 @@ class PartialTree(LookupTree):
         if path not in self._names:
             raise os_error(errno.ENOENT, os.fsdecode(path))
         top = path + b"/" if path else b""
-        # What does not exist is to be removed.
+        # A path that does not exist is to be removed.
         return [name for name in sorted(self._names[path]) if entry_or_none(self._tree, top + name) is not None]
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:

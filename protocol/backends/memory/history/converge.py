@@ -388,7 +388,7 @@ class Converger:
 
 
 def _disk_pages(node: Inode) -> int:
-    """What st_blocks says, in whole pages: a lower layer counts the sectors of a file's last page."""
+    """The size by st_blocks, in whole pages: a lower layer counts the sectors of a file's last page."""
     return -(-node.blocks // SECTORS_PER_PAGE)
 
 
