@@ -270,6 +270,17 @@ def test_what_is_written_in_the_directory_during_an_apply_stays(frozen: Workspac
     assert log.read_text() == "".join(f"{number}\n" for number in range(written))
 
 
+def test_an_apply_does_not_write_what_is_protected_in_the_directory(mount: MountIt, project: Path) -> None:
+    before = contents(project)
+    workspace = mount(backend=f"overlay:{project}", frozen=True, protect=["pipe"])
+    for name in ("text", "gone"):
+        (Path(workspace.path) / name).write_text("changed")
+    workspace.policy(protect=["gone"])
+    with pytest.raises(PermissionError, match="gone"):
+        workspace.apply()
+    assert contents(project) == before
+
+
 def test_a_fork_of_a_frozen_workspace_is_frozen(frozen: Workspace, project: Path, workdir: Path) -> None:
     with forking(workdir, frozen) as fork:
         check_fork(fork, frozen, project)

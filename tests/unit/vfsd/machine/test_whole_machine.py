@@ -47,12 +47,19 @@ def test_a_mount_at_the_same_place_covers_the_earlier_one(monkeypatch: pytest.Mo
     assert (parts.overlaid, parts.read_only) == ((), ("/data",))
 
 
-def test_what_programs_change_all_the_time_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_programs_change_all_the_time_and_vfsds_own_files_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(whole_machine, "_SHARED", ("/dev",))  # not /tmp, where this home is
     profile = tmp_path / ".mozilla"
     profile.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    own = os.path.realpath(tmp_path / "vfsd")
+    os.makedirs(f"{own}/journals")
     parts = _parts(monkeypatch, ("/", "ext4"))
     assert {"/var/log", os.path.realpath(profile)}.issubset(parts.left_out)
+    assert own in parts.closed
+    assert ("empty", own) in parts.steps("/home/user/mount", private_tmp=False)
     page = (REPOSITORY / "docs/system.md").read_text()
     assert [path for path in LEFT_OUT if f"`{path.removeprefix('~/')}`" not in page] == []
